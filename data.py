@@ -1,0 +1,344 @@
+"""From files on disk to batches on their way out.
+
+fetch_mnist                         downloads the four files of MNIST or Fashion-MNIST, once, safely
+read_idx, load_mnist                files -> images uint8 (N, 28, 28), labels int64 (N,), class names: checked, in memory
+split_validation                    N -> two disjoint sets of indices, by seed
+Digits, augment                     indices -> images float (B, 1, 28, 28) in 0..1, labels int64 (B,)
+collate_images, normalize           that -> what the model takes
+make_sampler, make_loader           the order of an epoch, and the loader that walks it
+
+This file knows nothing of models, devices or training. `python data.py` shows a batch on its way.
+
+Letters: N samples in a data set, B in a batch, H x W pixels, K classes.
+"""
+
+import gzip
+import math
+import os
+import signal
+import socket
+import struct
+import tempfile
+import threading
+import zlib
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRandomSampler
+from torchvision import datasets
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock; there, several processes fetch the same files, which wastes time, no more
+    fcntl = None
+
+# Mean and standard deviation over all pixels of the 60,000 training images, in 0..1. Never the test set's: a statistic
+# of the test set is a piece of it. Fashion-MNIST takes the same two numbers: what counts is that training and use agree.
+MEAN, STD = 0.1307, 0.3081
+
+SAMPLE = Path(__file__).resolve().parent / "sample"  # 5,000 real digits in MNIST's own layout: load_mnist(SAMPLE)
+IDX_FILES = [f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
+
+
+# ---------------------------------------------------------------------------------------------------- files -> tensors
+
+
+def has_mnist(root, name="MNIST"):
+    """Whether all four IDX files lie in root/name/raw, each as it is or as .gz. Needs: IDX_FILES."""
+    raw = Path(root) / name / "raw"
+    return all((raw / file).is_file() or (raw / f"{file}.gz").is_file() for file in IDX_FILES)
+
+
+def fetch_mnist(root, name="MNIST", stall=10.0, limit=300.0):
+    """Downloads MNIST or FashionMNIST (`name`) into root/name/raw if it is not there. Needs: has_mnist, IDX_FILES.
+
+    Returns None if the files are there now, else the reason in one line: being offline is no exception. Gives up when
+    no byte comes for `stall` seconds, or after `limit` seconds in all. Files appear whole or not at all. Of several
+    processes one fetches and the others wait for it; what it could not get, they do not try again.
+    """
+    raw = Path(root) / name / "raw"
+    failures = []
+
+    def download(folder):
+        try:
+            getattr(datasets, name)(folder, download=True)  # knows the mirrors, checks the md5 of what came, unpacks it
+        except (RuntimeError, OSError) as error:
+            failures.append(str(error).strip().splitlines()[-1])  # torchvision lists the mirrors; the last line is the cause
+
+    if has_mnist(root, name):
+        return None
+    try:
+        raw.mkdir(parents=True, exist_ok=True)
+        with open(raw / ".lock", "w") as lock:  # the system lifts the lock when its owner dies, however it dies
+            waited = False
+            if fcntl:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    waited = True
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+            if waited or has_mnist(root, name):
+                return None if has_mnist(root, name) else "the process that fetched it failed"
+            # torchvision sets no time limit and writes in place, so it writes elsewhere, on a thread that can be left behind.
+            with tempfile.TemporaryDirectory(dir=raw, ignore_cleanup_errors=True) as folder:
+                default = socket.getdefaulttimeout()
+                socket.setdefaulttimeout(stall)
+                thread = threading.Thread(target=download, args=(folder,), daemon=True)
+                thread.start()
+                thread.join(limit)
+                socket.setdefaulttimeout(default)
+                if thread.is_alive():
+                    failures.append(f"not finished after {limit:.0f} s")
+                if not failures:
+                    for file in IDX_FILES:
+                        os.replace(Path(folder) / name / "raw" / file, raw / file)
+            os.unlink(raw / ".lock")
+    except OSError as error:  # no permission, no space
+        failures.append(str(error))
+    return failures[0] if failures else None
+
+
+def read_idx(path, dims):
+    """The uint8 tensor in an IDX file: (N, 28, 28) for dims = 3, images; (N,) for dims = 1, labels.
+
+    Reads `path`, or else `path`.gz. Raises ValueError with the file's name, what was expected and what was found.
+    By hand, because nothing guards an unpacked file: torchvision reads half a file, or an error page saved under its
+    name, with a puzzling message or none, and it does not read a .gz that it has not fetched itself.
+
+    The format, big-endian: the magic number 00 00 08 dims (08 means uint8), the size of each dimension, the bytes.
+    Two labels, 7 and 2: 00 00 08 01 | 00 00 00 02 | 07 02.
+    """
+    path = Path(path)
+    content = b""
+    try:
+        if path.exists():
+            content = path.read_bytes()
+        else:
+            path = path.with_name(path.name + ".gz")
+            content = gzip.decompress(path.read_bytes())
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file of {path.stat().st_size:,} bytes ({error}); remove it") from None
+
+    header, magic = 4 + 4 * dims, 0x800 + dims
+    if len(content) < header:
+        raise ValueError(f"{path}: at least {header} bytes expected, {len(content)} found; remove it")
+    found, *shape = struct.unpack(f">{1 + dims}I", content[:header])
+    if found != magic:
+        kind = "images" if dims == 3 else "labels"
+        raise ValueError(f"{path}: magic number {magic} ({kind}) expected, {found} found in {len(content):,} bytes; remove it")
+    if dims == 3 and shape[1:] != [28, 28]:
+        raise ValueError(f"{path}: images of 28x28 pixels expected, {shape[1]}x{shape[2]} found")
+    expected = header + math.prod(shape)
+    if len(content) != expected or shape[0] == 0:
+        raise ValueError(f"{path}: {expected:,} bytes for {shape[0]:,} items expected, {len(content):,} found; remove it")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).view(shape)
+
+
+def check_labels(labels, classes, where="labels"):
+    """Raises ValueError if a label is not in 0..K-1. cross_entropy would skip a -100 in silence: it means "ignore" there."""
+    low, high = labels.min().item(), labels.max().item()
+    if low < 0 or high >= len(classes):
+        raise ValueError(f"{where}: from {low} to {high}, but {len(classes)} classes need 0 to {len(classes) - 1}")
+
+
+def load_mnist(root, train=True, name="MNIST"):
+    """MNIST or FashionMNIST (`name`) from root/name/raw. Needs: read_idx, check_labels.
+
+    Returns images uint8 (N, 28, 28), labels int64 (N,), a list of K class names. Raises ValueError for a file that is
+    not what its name says, OSError for one that cannot be read.
+    """
+    prefix = f"{root}/{name}/raw/{'train' if train else 't10k'}"
+    images = read_idx(f"{prefix}-images-idx3-ubyte", 3)
+    labels = read_idx(f"{prefix}-labels-idx1-ubyte", 1).long()
+    classes = [str(digit) for digit in range(10)] if name == "MNIST" else getattr(datasets, name).classes
+    if len(images) != len(labels):
+        raise ValueError(f"{prefix}-images-idx3-ubyte: {len(images)} images, but {len(labels)} labels beside it")
+    check_labels(labels, classes, f"{prefix}-labels-idx1-ubyte")
+    return images, labels, classes
+
+
+def load_dataset(choice, root, once=lambda function: function(), say=print):
+    """Training and test set of `choice`: mnist, fashion-mnist, sample, or auto. Needs: load_mnist, fetch_mnist, SAMPLE.
+
+    auto is mnist if it is in `root` or can be downloaded, else the bundled sample, which is said in one line to `say`.
+    Returns (name, training, test), both as load_mnist returns them. `once` runs a function in one process of several
+    and gives all of them its result. Raises OSError if a data set asked for by name is not to be had.
+    """
+    name = "FashionMNIST" if choice == "fashion-mnist" else "MNIST"
+    if choice != "sample":
+        reason = once(lambda: fetch_mnist(root, name))
+        if reason is None:
+            return name, load_mnist(root, True, name), load_mnist(root, False, name)
+        reason = f"{name} is not in {root}/{name}/raw, and its download failed ({reason})"
+        if choice != "auto":
+            raise OSError(f"{reason}; put {', '.join(IDX_FILES)} there, as they are or as .gz, or take --dataset sample")
+        say(f"{reason}: going on with the bundled sample of 5,000 digits")
+    return "sample", load_mnist(SAMPLE, True), load_mnist(SAMPLE, False)
+
+
+def split_validation(n, val_size, seed):
+    """Indices of the training and the validation part of n samples: two int64 tensors, disjoint, together everything.
+
+    A function of its arguments alone, so every rank, every rerun and every resume gets the same split. Holds out at
+    most a twelfth: whoever has 60 pictures needs them for training.
+    """
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    size = min(val_size, n // 12)
+    return order[size:], order[:size]
+
+
+# ---------------------------------------------------------------------------------------------------- tensors -> batches
+
+
+class Digits(Dataset):
+    """Images in memory, fetched and augmented a batch at a time. Needs: check_labels, augment.
+
+    images     uint8 (N, 28, 28)
+    labels     int64 (N,); a label outside 0..K-1 is a ValueError
+    classes    K names
+    augment    draw a small distortion for each image each time (training only)
+    seed       of the augmentation
+    transform  optional function of one image, float (1, 28, 28) in 0..1, to another: for slow transforms of others' making
+
+    dataset[i] is one sample, float (1, 28, 28) and an int64 scalar; dataset.__getitems__(indices) a whole batch, float
+    (B, 1, 28, 28) and int64 (B,). A DataLoader that finds __getitems__ calls it once a batch: one indexing operation in
+    place of B calls, B small tensors and a stack, which is where most of the textbook loader's time goes.
+    """
+
+    def __init__(self, images, labels, classes, augment=False, seed=0, transform=None):
+        check_labels(labels, classes)
+        self.images, self.labels, self.classes = images, labels, classes
+        self.augment, self.seed, self.transform = augment, seed, transform
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        images, labels = self.__getitems__([index])
+        return images[0], labels[0]
+
+    def __getitems__(self, indices):
+        indices = torch.as_tensor(indices)
+        images = self.images[indices].unsqueeze(1).float() / 255  # (B, 1, 28, 28); uint8 in memory takes a quarter of float
+        if self.augment:
+            # The draw is a function of the seed and of who is in the batch, in which order. So it changes from epoch to
+            # epoch, it is the same for any number of workers, and a resumed run has no generator's state to restore.
+            checksum = zlib.crc32(indices.numpy().tobytes(), self.seed)
+            images = augment(images, torch.Generator().manual_seed(checksum))
+        if self.transform:
+            images = torch.stack([self.transform(image) for image in images])
+        return images, self.labels[indices]
+
+
+def augment(images, generator, shift=2.0, degrees=10.0, scale=0.1):
+    """Moves, turns and scales each image of a batch by its own uniform draw; what comes in from outside is black.
+
+    images float (B, C, H, W) with H = W, any number format in which black is 0 -> the same shape; at most `shift`
+    pixels each way, `degrees` either way, a factor of 1 - scale to 1 + scale.
+
+    By hand, because a random transform of torchvision given a batch draws once for all of it, and one image at a time
+    costs more than the training step. And no flips: a mirrored 2 is no digit.
+    """
+    B, _, H, W = images.shape
+    draw = torch.rand(B, 4, 1, 1, generator=generator) * 2 - 1
+    dx, dy = draw[:, 0] * shift * 2 / W, draw[:, 1] * shift * 2 / H  # (B, 1, 1); grid_sample's picture is 2 wide and high
+    angle, zoom = draw[:, 2] * math.radians(degrees), 1 + draw[:, 3] * scale
+    cos, sin = torch.cos(angle) / zoom, torch.sin(angle) / zoom  # from the output back to the input: divided by the zoom
+    x = ((torch.arange(W) * 2 + 1) / W - 1).view(1, 1, W)  # centres of the pixels, in -1..1
+    y = ((torch.arange(H) * 2 + 1) / H - 1).view(1, H, 1)
+    # Written out: F.affine_grid does the same by a batch of tiny matrix products and takes longer than all the rest.
+    grid = torch.stack([cos * x - sin * y + dx, sin * x + cos * y + dy], dim=-1)  # (B, H, W, 2): where each pixel comes from
+    return F.grid_sample(images, grid, align_corners=False)  # bilinear; outside is 0
+
+
+def normalize(images):
+    """Images in 0..1 to mean 0 and variance 1 over MNIST's training set: black is -0.4242, white 2.8215. Needs: MEAN, STD."""
+    return (images - MEAN) / STD
+
+
+def collate_images(batch):
+    """What Digits.__getitems__ returns, with the images normalized. Needs: normalize.
+
+    At module level, for a loader's workers receive it by name: a lambda cannot travel to a spawned process.
+    """
+    images, labels = batch
+    return normalize(images), labels
+
+
+class BalancedSampler(DistributedSampler):
+    """Draws with replacement, each class equally often on average: WeightedRandomSampler, split over ranks, by (seed, epoch).
+
+    labels int64 (N,); N draws an epoch, over all ranks. Rare samples come more than once, so augment them.
+    """
+
+    def __init__(self, labels, num_replicas, rank, seed=0):
+        super().__init__(labels, num_replicas=num_replicas, rank=rank, seed=seed)
+        self.weights = (1.0 / labels.bincount().double())[labels]  # by sample, not by class: the class's share is split evenly
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        draws = WeightedRandomSampler(self.weights, self.total_size, generator=generator)
+        return iter(list(draws)[self.rank :: self.num_replicas])
+
+
+def make_sampler(labels, seed=0, world_size=1, rank=0, balanced=False):
+    """The order of the training samples. Call its set_epoch(epoch) before each epoch. Needs: BalancedSampler.
+
+    The order is a function of (seed, epoch), so that a resumed run, which knows both, walks on where it stopped. Works
+    without a process group, so one process takes the same path as many. If the ranks do not divide N, a few samples
+    come twice in an epoch, so that all ranks take the same number of steps.
+    """
+    if balanced:
+        return BalancedSampler(labels, world_size, rank, seed)
+    return DistributedSampler(labels, num_replicas=world_size, rank=rank, seed=seed)
+
+
+def seed_worker(worker_id):
+    """Prepares a worker process of a DataLoader. torch has seeded the worker's global generators already, NumPy's too.
+
+    Ctrl-C reaches every process of a terminal. The workers go on, for the main process needs their batches to finish
+    its step, and ends them itself.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def make_loader(dataset, batch_size, sampler=None, workers=0, pin_memory=False, seed=0):
+    """A DataLoader over Digits: images float (B, 1, 28, 28) normalized, labels int64 (B,). Needs: collate_images, seed_worker.
+
+    The last batch of an epoch may be smaller. `workers` 0 loads in this process, which is the fastest way for data that
+    is in memory already; others pay off with a slow `transform`. `pin_memory` is for a GPU, whose copies then overlap.
+    """
+    only_with_workers = dict(persistent_workers=True, prefetch_factor=4) if workers else {}
+    return DataLoader(
+        dataset,
+        batch_size,
+        sampler=sampler,
+        num_workers=workers,
+        collate_fn=collate_images,
+        pin_memory=pin_memory,
+        worker_init_fn=seed_worker,
+        # Without its own generator a loader draws its workers' seed from the global one, and so changes the dropout.
+        generator=torch.Generator().manual_seed(seed),
+        **only_with_workers,
+    )
+
+
+if __name__ == "__main__":
+
+    def picture(image):  # float (28, 28) in 0..1
+        return ["".join(" .:-=+*#%@"[min(9, int(pixel * 10))] for pixel in row[2:26]) for row in image[2:26].tolist()]
+
+    images, labels, classes = load_mnist(SAMPLE)
+    train, val = split_validation(len(images), 5000, seed=0)
+    pixels = images / 255
+    print(f"images {images.dtype} {tuple(images.shape)}, labels {labels.dtype} {tuple(labels.shape)}, classes {classes}")
+    print(f"split {len(train)} + {len(val)}; mean {pixels.mean():.4f}, std {pixels.std():.4f} (all of MNIST: {MEAN}, {STD})")
+    plain, _ = Digits(images, labels, classes).__getitems__([3, 4, 5])
+    moved, _ = Digits(images, labels, classes, augment=True).__getitems__([3, 4, 5])
+    print("\nthree digits, and the same three augmented:")
+    for batch in (plain, moved):
+        print("\n".join("   ".join(rows) for rows in zip(*(picture(image[0]) for image in batch))))
+    loader = make_loader(Digits(images, labels, classes, augment=True), 128, make_sampler(labels))
+    x, y = next(iter(loader))
+    print(f"\na batch: images {x.dtype} {tuple(x.shape)}, {x.min():.4f} to {x.max():.4f}; labels {y.dtype} {tuple(y.shape)}")

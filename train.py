@@ -1,0 +1,345 @@
+"""Trains a neural network on MNIST, as it should be done.
+
+python train.py --epochs 10                                    train; everything else has a default
+python train.py --epochs 10 --amp bf16 --batch-size 512        mixed precision, larger batches
+python train.py --dry-run                                      two batches of everything, from end to end
+torchrun --standalone --nproc-per-node 2 train.py --epochs 10  several processes, the same flags
+
+A run leaves a folder under runs/: best.pt and last.pt (weights and state), metrics.csv (a row an epoch), run.json
+(arguments, versions, data, final figures). To train another network, change build_model.
+
+Letters: B samples in a batch, K classes.
+"""
+
+import argparse
+import math
+import sys
+import time
+from contextlib import nullcontext
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import data
+import model as networks
+import utils
+
+
+def parse_args(argv=None):
+    """The command line as a Namespace. A wrong value ends the program with status 2 and one line."""
+    parser = argparse.ArgumentParser(
+        usage="python train.py [flags]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.error = lambda message: parser.exit(2, f"train.py: error: {message} (see --help)\n")
+    count, share = utils.number(int, 1, 1e9), utils.number(float, 0, 1)
+
+    add = parser.add_argument_group("data").add_argument
+    add("--dataset", default="auto", choices=("auto", "mnist", "fashion-mnist", "sample"),
+        help="auto (default) is mnist if it is in --data-dir or can be downloaded, else the bundled sample")
+    add("--data-dir", default="data", metavar="DIR", help="where data sets lie or are downloaded to (default data)")
+    add("--val-size", default=5000, type=utils.number(int, 0, 1e9), metavar="N",
+        help="training samples held out for validation, at most a twelfth; 0: none (default 5000)")
+    add("--workers", default=0, type=utils.number(int, 0, 256), metavar="N",
+        help="processes that load data; 0: none, the fastest for data in memory (default 0)")
+    add("--no-augment", dest="augment", action="store_false", help="do not shift, turn and scale the training images")
+
+    add = parser.add_argument_group("model").add_argument
+    add("--width", default=32, type=count, metavar="C", help="channels of the first layer; the others follow (default 32)")
+    add("--dropout", default=0.5, type=utils.number(float, 0, 0.99), metavar="P", help="0: off (default 0.5)")
+
+    add = parser.add_argument_group("optimisation").add_argument
+    add("--epochs", default=10, type=count, metavar="N", help="passes over the training set (default 10)")
+    add("--batch-size", default=128, type=count, metavar="B", help="samples a forward pass and process (default 128)")
+    add("--accum", default=1, type=count, metavar="N", help="batches whose gradients make one step (default 1)")
+    add("--lr", default=2e-3, type=utils.number(float, 1e-9, 1e3), metavar="LR", help="peak learning rate (default 2e-3)")
+    add("--weight-decay", default=0.05, type=utils.number(float, 0, 1e3), metavar="W",
+        help="AdamW's, on weights, not on biases; 0: off (default 0.05)")
+    add("--schedule", default="cosine", choices=("cosine", "constant"), help="after the warm-up (default cosine)")
+    add("--warmup", default=0.1, type=share, metavar="SHARE",
+        help="share of all steps during which the learning rate rises; 0: off (default 0.1)")
+    add("--label-smoothing", default=0.05, type=share, metavar="S",
+        help="share of the target that all classes get, in training; 0: off (default 0.05)")
+    add("--clip", default=1.0, type=utils.number(float, 0, 1e9), metavar="NORM", help="bound of the gradient's norm; 0: off (default 1)")
+
+    add = parser.add_argument_group("machine").add_argument
+    add("--device", default="auto", metavar="DEV", help="cpu, cuda, mps, xpu; auto: an accelerator if there is one (default auto)")
+    add("--amp", choices=("off", "fp16", "bf16"), help="mixed precision (default bf16 on a GPU that has it, else off)")
+    add("--compile", action="store_true", help="torch.compile: a slow start, then faster on a GPU (default off)")
+    add("--no-channels-last", dest="channels_last", action="store_false", help="NCHW in memory, which is slower")
+    add("--deterministic", action="store_true", help="reproducible on a GPU as well, which is slower (default off)")
+
+    add = parser.add_argument_group("run").add_argument
+    add("--out", metavar="DIR", help="the run's folder (default runs/<data>-<model>-<n>, the next free n)")
+    add("--seed", default=0, type=utils.number(int, 0, 2**32 - 1), metavar="N", help="of all that is random (default 0)")
+    add("--dry-run", action="store_true", help="two batches of training, validation and test (default off)")
+    return parser.parse_args(argv)
+
+
+# ---------------------------------------------------------------------------------------------------- what is trained
+
+
+def build_model(args, classes):
+    """The network, on the CPU: a fork changes this function. `classes` is the list of K names."""
+    return networks.SimpleCNN(args.width, args.dropout, len(classes))
+
+
+def build_optimizer(model, args, device):
+    """AdamW (Loshchilov and Hutter 2019) with decay on weights alone: a bias or a norm's gain has no reason to be small."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    fused = device.type in ("cpu", "cuda", "mps", "xpu")  # one kernel for all parameters; four times faster on a CPU
+    # A second moment over 20 steps in place of 1000 keeps up with gradients that shrink tenfold within one epoch.
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=fused)
+
+
+def autocast(device, amp):
+    """Matrix products and convolutions in 16 bits where `amp` is fp16 or bf16; sums, norms and losses stay in float32."""
+    dtype = torch.float16 if amp == "fp16" else torch.bfloat16
+    return torch.amp.autocast(device.type, dtype=dtype, enabled=amp != "off")
+
+
+# ---------------------------------------------------------------------------------------------------- the loop
+
+LOSS, CORRECT, SAMPLES, NORM, STEPS = range(5)  # what is summed over an epoch, in one tensor on the device
+
+
+def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=print):
+    """Trains for one epoch and returns its metrics as a dict. Needs: autocast, check_finite, utils.lr_at, LOSS to STEPS.
+
+    model, optimizer, scaler  on `device`; the scaler is enabled for fp16 alone
+    loader                    images float (B, 1, 28, 28), labels int64 (B,)
+    state                     dict: epoch (from 0), step (optimizer steps taken), total_steps, skipped; the last is updated
+    args                      accum, lr, warmup, schedule, label_smoothing, clip, amp
+    show                      takes a line on the progress now and then
+
+    Raises FloatingPointError, with epoch and step, if the loss or the gradient is not finite.
+    """
+    model.train()
+    loader.sampler.set_epoch(state["epoch"])  # without it every epoch has the order of the first
+    batches = iter(loader)
+    windows = math.ceil(len(loader) / args.accum)
+    sums = torch.zeros(5, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    started = printed = time.perf_counter()
+    waited = 0.0
+
+    for index in range(windows):
+        # The whole window is drawn first: the number of its samples must be known before the first backward pass.
+        before = time.perf_counter()
+        window = list(islice(batches, args.accum))  # what is left at the end of an epoch is a window too, if a short one
+        waited += time.perf_counter() - before
+        count = sum(len(labels) for _, labels in window)
+
+        optimizer.zero_grad(set_to_none=True)
+        loss_sum = 0.0
+        for position, (images, labels) in enumerate(window):
+            images = images.to(device, non_blocking=True)  # (B, 1, 28, 28)
+            labels = labels.to(device, non_blocking=True)  # (B,)
+            # Processes exchange gradients in the backward pass of the window's last batch; before it they only add up.
+            exchange = position == len(window) - 1 or not dist.is_initialized()
+            with nullcontext() if exchange else model.no_sync():
+                with autocast(device, args.amp):
+                    logits = model(images)  # (B, K)
+                logits = logits.float()  # a softmax in 16 bits is off in the third digit
+                loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=args.label_smoothing)
+                # Sum over the samples / count of the window = the mean over the window, exactly. The usual
+                # mean-of-batch / accum gives a sample more weight in a short batch, and too little in a short window.
+                # The sampler deals all ranks equal counts, so the mean that DDP takes over the ranks is exact as well.
+                scaler.scale(loss / count).backward()
+            loss_sum += loss.detach()
+            sums[CORRECT] += (logits.detach().argmax(1) == labels).sum()
+
+        lr = utils.lr_at(state["step"], state["total_steps"], args.lr, args.warmup * state["total_steps"], args.schedule)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        scaler.unscale_(optimizer)  # first: the bound is on the gradient, not on 65,536 times the gradient
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)  # inf: measure, do not clip
+        scale = scaler.get_scale()
+        scaler.step(optimizer)  # takes no step if a gradient has overflowed in fp16
+        scaler.update()
+        taken = scaler.get_scale() >= scale  # the scaler lowers its scale when it has skipped, and only then
+        state["step"] += taken  # so a skipped step does not advance the schedule
+        state["skipped"] += not taken
+
+        # NaN and infinity stay in a sum. So STEPS stops at the first bad one, and nothing has to wait for the device in
+        # every step, as .item(), print(loss) and `if loss > x` do: on a GPU the loop runs far ahead of the arithmetic.
+        sums[LOSS] += loss_sum
+        sums[SAMPLES] += count
+        sums[NORM] += norm if taken else 0.0
+        sums[STEPS] += torch.isfinite(sums[LOSS] + sums[NORM])
+        now = time.perf_counter()
+        if now - printed > (0.2 if sys.stdout.isatty() else 5.0):
+            printed = now
+            loss, accuracy, _ = check_finite(sums, state["epoch"])
+            left = (now - started) / (index + 1) * (state["total_steps"] - state["epoch"] * windows - index - 1)
+            show(
+                f"step {index + 1}/{windows}  loss {loss:.4f}  accuracy {accuracy:.2%}  lr {lr:.1e}  "
+                f"{sums[SAMPLES].item() / (now - started):,.0f} images/s  {waited / (now - started):.0%} waiting for data  "
+                f"{left // 60:.0f}:{left % 60:02.0f} left"
+            )
+
+    seconds = time.perf_counter() - started
+    check_finite(sums, state["epoch"])
+    loss, accuracy, norm = check_finite(utils.sum_over_ranks(sums), state["epoch"])
+    return {
+        "epoch": state["epoch"] + 1, "step": state["step"], "skipped": state["skipped"], "lr": lr,
+        "train_loss": loss, "train_accuracy": accuracy, "grad_norm": norm,
+        "seconds": seconds, "images_per_second": sums[SAMPLES].item() / seconds, "waiting": waited / seconds,
+    }
+
+
+def check_finite(sums, epoch):
+    """Mean loss and accuracy per sample and mean gradient norm per step; FloatingPointError if they are not finite."""
+    loss, correct, samples, norm, steps = sums.tolist()  # here the host waits for the device
+    if not math.isfinite(loss + norm):
+        raise FloatingPointError(
+            f"epoch {epoch + 1}, step {steps + 1:.0f}: loss or gradient is not finite (sums {loss}, {norm}); "
+            "look at the data of this step, or lower --lr"
+        )
+    return loss / samples, correct / samples, norm / max(1.0, steps)
+
+
+@torch.no_grad()  # keeps no graph. eval() is another thing, it turns dropout off: evaluation needs both
+def evaluate(model, loader, device, amp="off"):
+    """Mean loss and accuracy over the samples of all ranks, as a dict. Needs: autocast, utils.sum_over_ranks.
+
+    Also "samples", their number, and "confusion", int64 (K, K): how often label i (row) was taken for class j (column).
+    Each rank's loader brings other samples, none twice. The model is left in the mode in which it came.
+    """
+    training, K = model.training, len(loader.dataset.classes)
+    model.eval()
+    loss = torch.zeros((), device=device)
+    confusion = torch.zeros(K * K, dtype=torch.int64, device=device)
+    for images, labels in loader:
+        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        with autocast(device, amp):
+            logits = model(images)  # (B, K)
+        logits = logits.float()
+        loss += F.cross_entropy(logits, labels, reduction="sum")  # no label smoothing: that is a means of training
+        confusion += torch.bincount(labels * K + logits.argmax(1), minlength=K * K)
+    model.train(training)
+    confusion = utils.sum_over_ranks(confusion).view(K, K).cpu()
+    samples = confusion.sum().item()
+    return {
+        "loss": utils.sum_over_ranks(loss).item() / samples,
+        "accuracy": confusion.diag().sum().item() / samples,
+        "samples": samples,
+        "confusion": confusion,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- the program
+
+
+def main(argv=None):
+    """The program, in the order of time: data, model, arithmetic, epochs, test."""
+    args = parse_args(argv)
+    with utils.one_line(ValueError, OSError):
+        device = utils.pick_device(args.device)
+        rank, world_size, device = utils.init_distributed(device)
+        say = utils.show if rank == 0 else lambda *_, **__: None
+        args.amp = utils.pick_amp(args.amp, device)
+        utils.set_seed(args.seed, args.deterministic)
+
+        name, (images, labels, classes), test = data.load_dataset(args.dataset, args.data_dir, utils.once_per_machine, say)
+        few = 2 * args.batch_size * world_size if args.dry_run else None  # [:None] is everything
+        train_part, val_part = (part[:few] for part in data.split_validation(len(images), args.val_size, args.seed))
+        train_set = data.Digits(images[train_part], labels[train_part], classes, args.augment, args.seed)
+        val_set = data.Digits(images[val_part], labels[val_part], classes)
+        test_set = data.Digits(test[0][:few], test[1][:few], classes)
+        folder = utils.new_folder(args.out, f"{name.lower()}-cnn") if rank == 0 else None
+        folder = utils.gather_over_ranks(folder)[0]
+
+    sampler = data.make_sampler(train_set.labels, args.seed, world_size, rank)
+    pin = device.type == "cuda"
+    train_loader = data.make_loader(train_set, args.batch_size, sampler, args.workers, pin, args.seed)
+    # Evaluation deals each sample to one rank. A DistributedSampler would repeat some to make the ranks equal.
+    val_loader = data.make_loader(val_set, 500, range(rank, len(val_set), world_size), 0, pin)
+    test_loader = data.make_loader(test_set, 500, range(rank, len(test_set), world_size), 0, pin)
+
+    title = lambda part: f"({name}, {len(part):,} {'images' if name == 'FashionMNIST' else 'digits'})"
+
+    model = build_model(args, classes)
+    parameters = networks.count_parameters(model)
+    # Channels-last memory is what the convolution kernels of CPUs and tensor cores compute in: about 3 times faster on a
+    # CPU. Converting the weights is enough here; an image of one channel has both layouts at once.
+    model = model.to(device, memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
+    if args.compile:
+        model.compile()  # in place: torch.compile(model) would put _orig_mod. before every key of the checkpoint
+    optimizer = build_optimizer(model, args, device)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # bf16 has float32's range and needs none
+    wrapped = DistributedDataParallel(model) if world_size > 1 else model
+
+    epochs = 1 if args.dry_run else args.epochs
+    batches = len(train_loader)
+    steps = math.ceil(batches / args.accum)
+    # epoch: how many are done; step: of the optimizer; best: the row of metrics that best.pt belongs to
+    state = {"epoch": 0, "step": 0, "skipped": 0, "total_steps": epochs * steps, "best": None, "metrics": []}
+    say(f"{type(model).__name__}: {parameters:,} parameters on {device}, {args.amp} mixed precision; run in {folder}")
+    say(f"{name}: {len(train_set):,} for training, {len(val_set):,} for validation, {len(test_set):,} for the test at the end")
+    say(
+        f"{args.batch_size} x {args.accum} accumulated x {world_size} processes = {args.batch_size * args.accum * world_size} a step; "
+        f"{len(train_set):,} / {args.batch_size * world_size} = {batches} batches / {args.accum} = {steps} steps an epoch "
+        f"x {epochs} epochs = {epochs * steps:,} steps, the first {args.warmup * epochs * steps:.0f} of warm-up to lr {args.lr:g}"
+    )
+
+    def save(file):
+        """A plain dict; every rank has the same, so one writes."""
+        if rank == 0:
+            utils.save_checkpoint(folder / file, {
+                "model": utils.plain_weights(model), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+                **state, "args": vars(args), "classes": classes,
+            })
+
+    def report(**final):
+        """metrics.csv and run.json: what is needed to read the run, and to repeat it."""
+        if rank == 0:
+            utils.write_csv(folder / "metrics.csv", state["metrics"])
+            utils.write_json(folder / "run.json", {
+                "args": vars(args), "versions": utils.versions(), "device": str(device), "world_size": world_size,
+                "dataset": {"name": name, "train": len(train_set), "val": len(val_set), "test": len(test_set)},
+                "parameters": parameters, "epochs_done": state["epoch"],
+                "train_seconds": sum(row["seconds"] for row in state["metrics"]),
+                "val_accuracy": state["best"]["val_accuracy"], **final,
+            })
+
+    with utils.one_line(OSError, FloatingPointError):
+        while state["epoch"] < epochs:
+            epoch = f"epoch {state['epoch'] + 1}/{epochs}"
+            row = train_one_epoch(
+                wrapped, train_loader, optimizer, scaler, state, args, device,
+                lambda line: say(f"{epoch} {title(train_set)}  {line}", over=True),
+            )
+            state["epoch"] += 1
+            line = f"{epoch}  training loss {row['train_loss']:.4f}, accuracy {row['train_accuracy']:.2%} {title(train_set)}"
+            if len(val_set):
+                result = evaluate(model, val_loader, device, args.amp)
+                row |= {"val_loss": result["loss"], "val_accuracy": result["accuracy"]}
+                line += f"; validation loss {row['val_loss']:.4f}, accuracy {row['val_accuracy']:.2%} {title(val_set)}"
+            say(f"{line}; {row['seconds']:.1f} s, {row['waiting']:.1%} of it waiting for data")
+            state["metrics"].append(row)
+            # Without a validation set the last epoch is taken: to choose by the test set would be to train on it.
+            quality = lambda row: (row["val_accuracy"], -row["val_loss"])
+            if not state["best"] or not len(val_set) or quality(row) > quality(state["best"]):
+                state["best"] = row
+                save("best.pt")
+            save("last.pt")
+            report()
+
+        # The test set is read here, once, by the weights that the validation set has chosen.
+        best = utils.load_checkpoint(folder / "best.pt")["model"] if rank == 0 else None
+        model.load_state_dict(utils.gather_over_ranks(best)[0])
+        result = evaluate(model, test_loader, device, args.amp)
+        report(test_accuracy=result["accuracy"], test_loss=result["loss"])
+    say(f"test accuracy {result['accuracy']:.2%} {title(test_set)}, loss {result['loss']:.4f}, of the weights of epoch "
+        f"{state['best']['epoch']}, {folder}/best.pt")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
