@@ -1,7 +1,7 @@
 """From files on disk to batches on their way out.
 
 fetch_mnist                         downloads the four files of MNIST or Fashion-MNIST, once, safely
-read_idx, load_mnist                files -> images uint8 (N, 28, 28), labels int64 (N,), class names: checked, in memory
+read_idx, load_mnist, load_dataset  files -> images uint8 (N, 28, 28), labels int64 (N,), class names, checked
 split_validation                    N -> two disjoint sets of indices, by seed
 Digits, augment                     indices -> images float (B, 1, 28, 28) in 0..1, labels int64 (B,)
 collate_images, normalize           that -> what the model takes
@@ -26,7 +26,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRandomSampler
-from torchvision import datasets
 
 try:
     import fcntl
@@ -34,10 +33,11 @@ except ImportError:  # Windows has no flock; there, several processes fetch the 
     fcntl = None
 
 # Mean and standard deviation over all pixels of the 60,000 training images, in 0..1. Never the test set's: a statistic
-# of the test set is a piece of it. Fashion-MNIST takes the same two numbers: what counts is that training and use agree.
+# of the test set is a piece of it. Fashion-MNIST takes the same two: what counts is that training and use agree.
 MEAN, STD = 0.1307, 0.3081
 
 SAMPLE = Path(__file__).resolve().parent / "sample"  # 5,000 real digits in MNIST's own layout: load_mnist(SAMPLE)
+FASHION_CLASSES = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot".split(",")
 IDX_FILES = [f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
 
 
@@ -61,10 +61,12 @@ def fetch_mnist(root, name="MNIST", stall=10.0, limit=300.0):
     failures = []
 
     def download(folder):
+        from torchvision import datasets  # here, for the import takes a second and most runs have their data already
+
         try:
-            getattr(datasets, name)(folder, download=True)  # knows the mirrors, checks the md5 of what came, unpacks it
+            getattr(datasets, name)(folder, download=True)  # knows the mirrors, checks the md5, unpacks
         except (RuntimeError, OSError) as error:
-            failures.append(str(error).strip().splitlines()[-1])  # torchvision lists the mirrors; the last line is the cause
+            failures.append(str(error).strip().splitlines()[-1])  # of a list of mirrors tried, the last one's reason
 
     if has_mnist(root, name):
         return None
@@ -80,7 +82,7 @@ def fetch_mnist(root, name="MNIST", stall=10.0, limit=300.0):
                     fcntl.flock(lock, fcntl.LOCK_EX)
             if waited or has_mnist(root, name):
                 return None if has_mnist(root, name) else "the process that fetched it failed"
-            # torchvision sets no time limit and writes in place, so it writes elsewhere, on a thread that can be left behind.
+            # torchvision sets no time limit and writes in place: hence the folder, and a thread that can be abandoned.
             with tempfile.TemporaryDirectory(dir=raw, ignore_cleanup_errors=True) as folder:
                 default = socket.getdefaulttimeout()
                 socket.setdefaulttimeout(stall)
@@ -118,28 +120,27 @@ def read_idx(path, dims):
             path = path.with_name(path.name + ".gz")
             content = gzip.decompress(path.read_bytes())
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: not a whole gzip file of {path.stat().st_size:,} bytes ({error}); remove it") from None
+        raise ValueError(f"{path}: {path.stat().st_size:,} bytes are no whole gzip file ({error}); remove it") from None
 
     header, magic = 4 + 4 * dims, 0x800 + dims
     if len(content) < header:
         raise ValueError(f"{path}: at least {header} bytes expected, {len(content)} found; remove it")
     found, *shape = struct.unpack(f">{1 + dims}I", content[:header])
     if found != magic:
-        kind = "images" if dims == 3 else "labels"
-        raise ValueError(f"{path}: magic number {magic} ({kind}) expected, {found} found in {len(content):,} bytes; remove it")
+        raise ValueError(f"{path}: magic {magic} expected, {found} found in {len(content):,} bytes; remove it")
     if dims == 3 and shape[1:] != [28, 28]:
         raise ValueError(f"{path}: images of 28x28 pixels expected, {shape[1]}x{shape[2]} found")
     expected = header + math.prod(shape)
     if len(content) != expected or shape[0] == 0:
-        raise ValueError(f"{path}: {expected:,} bytes for {shape[0]:,} items expected, {len(content):,} found; remove it")
+        raise ValueError(f"{path}: {expected:,} bytes expected for {shape[0]:,} items, {len(content):,} found; remove it")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).view(shape)
 
 
 def check_labels(labels, classes, where="labels"):
-    """Raises ValueError if a label is not in 0..K-1. cross_entropy would skip a -100 in silence: it means "ignore" there."""
-    low, high = labels.min().item(), labels.max().item()
+    """Raises ValueError if a label is not in 0..K-1. In silence, cross_entropy takes -100 to mean "leave this one out"."""
+    low, high = (labels.min().item(), labels.max().item()) if len(labels) else (0, 0)
     if low < 0 or high >= len(classes):
-        raise ValueError(f"{where}: from {low} to {high}, but {len(classes)} classes need 0 to {len(classes) - 1}")
+        raise ValueError(f"{where}: labels from {low} to {high}, but {len(classes)} classes are 0 to {len(classes) - 1}")
 
 
 def load_mnist(root, train=True, name="MNIST"):
@@ -151,7 +152,7 @@ def load_mnist(root, train=True, name="MNIST"):
     prefix = f"{root}/{name}/raw/{'train' if train else 't10k'}"
     images = read_idx(f"{prefix}-images-idx3-ubyte", 3)
     labels = read_idx(f"{prefix}-labels-idx1-ubyte", 1).long()
-    classes = [str(digit) for digit in range(10)] if name == "MNIST" else getattr(datasets, name).classes
+    classes = FASHION_CLASSES if name == "FashionMNIST" else [str(digit) for digit in range(10)]
     if len(images) != len(labels):
         raise ValueError(f"{prefix}-images-idx3-ubyte: {len(images)} images, but {len(labels)} labels beside it")
     check_labels(labels, classes, f"{prefix}-labels-idx1-ubyte")
@@ -188,7 +189,7 @@ def split_validation(n, val_size, seed):
     return order[size:], order[:size]
 
 
-# ---------------------------------------------------------------------------------------------------- tensors -> batches
+# --------------------------------------------------------------------------------------------- tensors -> batches
 
 
 class Digits(Dataset):
@@ -199,11 +200,11 @@ class Digits(Dataset):
     classes    K names
     augment    draw a small distortion for each image each time (training only)
     seed       of the augmentation
-    transform  optional function of one image, float (1, 28, 28) in 0..1, to another: for slow transforms of others' making
+    transform  optional function of one image, float (1, 28, 28) in 0..1, to another: for slow ones of others' making
 
-    dataset[i] is one sample, float (1, 28, 28) and an int64 scalar; dataset.__getitems__(indices) a whole batch, float
+    dataset[i] is one sample, float (1, 28, 28) and int64 (); dataset.__getitems__(indices) is a whole batch, float
     (B, 1, 28, 28) and int64 (B,). A DataLoader that finds __getitems__ calls it once a batch: one indexing operation in
-    place of B calls, B small tensors and a stack, which is where most of the textbook loader's time goes.
+    place of B calls, B small tensors and a stack, which is where most of a textbook loader's time goes.
     """
 
     def __init__(self, images, labels, classes, augment=False, seed=0, transform=None):
@@ -220,7 +221,7 @@ class Digits(Dataset):
 
     def __getitems__(self, indices):
         indices = torch.as_tensor(indices)
-        images = self.images[indices].unsqueeze(1).float() / 255  # (B, 1, 28, 28); uint8 in memory takes a quarter of float
+        images = self.images[indices].unsqueeze(1).float() / 255  # (B, 1, 28, 28), in memory a quarter of that
         if self.augment:
             # The draw is a function of the seed and of who is in the batch, in which order. So it changes from epoch to
             # epoch, it is the same for any number of workers, and a resumed run has no generator's state to restore.
@@ -234,26 +235,24 @@ class Digits(Dataset):
 def augment(images, generator, shift=2.0, degrees=10.0, scale=0.1):
     """Moves, turns and scales each image of a batch by its own uniform draw; what comes in from outside is black.
 
-    images float (B, C, H, W) with H = W, any number format in which black is 0 -> the same shape; at most `shift`
-    pixels each way, `degrees` either way, a factor of 1 - scale to 1 + scale.
-
-    By hand, because a random transform of torchvision given a batch draws once for all of it, and one image at a time
-    costs more than the training step. And no flips: a mirrored 2 is no digit.
+    images float (B, C, H, W) with H = W -> the same shape. At most `shift` pixels in x and in y, `degrees` either way,
+    a factor of 1 - scale to 1 + scale. By hand, because a random transform of torchvision draws once for a whole batch,
+    and called on one image at a time it takes longer than the training step. No flips: a mirrored 2 is no digit.
     """
     B, _, H, W = images.shape
     draw = torch.rand(B, 4, 1, 1, generator=generator) * 2 - 1
-    dx, dy = draw[:, 0] * shift * 2 / W, draw[:, 1] * shift * 2 / H  # (B, 1, 1); grid_sample's picture is 2 wide and high
+    dx, dy = draw[:, 0] * shift * 2 / W, draw[:, 1] * shift * 2 / H  # (B, 1, 1); a picture is 2 wide to grid_sample
     angle, zoom = draw[:, 2] * math.radians(degrees), 1 + draw[:, 3] * scale
-    cos, sin = torch.cos(angle) / zoom, torch.sin(angle) / zoom  # from the output back to the input: divided by the zoom
+    cos, sin = torch.cos(angle) / zoom, torch.sin(angle) / zoom  # divided: the grid leads from output to input
     x = ((torch.arange(W) * 2 + 1) / W - 1).view(1, 1, W)  # centres of the pixels, in -1..1
     y = ((torch.arange(H) * 2 + 1) / H - 1).view(1, H, 1)
-    # Written out: F.affine_grid does the same by a batch of tiny matrix products and takes longer than all the rest.
-    grid = torch.stack([cos * x - sin * y + dx, sin * x + cos * y + dy], dim=-1)  # (B, H, W, 2): where each pixel comes from
+    # Written out: F.affine_grid does it by a batch of tiny matrix products, and takes longer than all the rest together.
+    grid = torch.stack([cos * x - sin * y + dx, sin * x + cos * y + dy], dim=-1)  # (B, H, W, 2): whence each pixel comes
     return F.grid_sample(images, grid, align_corners=False)  # bilinear; outside is 0
 
 
 def normalize(images):
-    """Images in 0..1 to mean 0 and variance 1 over MNIST's training set: black is -0.4242, white 2.8215. Needs: MEAN, STD."""
+    """Images in 0..1 -> mean 0 and variance 1 over MNIST: black is -0.4242, white 2.8215. Needs: MEAN, STD."""
     return (images - MEAN) / STD
 
 
@@ -267,14 +266,14 @@ def collate_images(batch):
 
 
 class BalancedSampler(DistributedSampler):
-    """Draws with replacement, each class equally often on average: WeightedRandomSampler, split over ranks, by (seed, epoch).
+    """WeightedRandomSampler, split over ranks, as a function of (seed, epoch): all classes equally often on average.
 
-    labels int64 (N,); N draws an epoch, over all ranks. Rare samples come more than once, so augment them.
+    labels int64 (N,). N draws an epoch over all ranks, with replacement: a rare sample comes often, so augment it.
     """
 
     def __init__(self, labels, num_replicas, rank, seed=0):
         super().__init__(labels, num_replicas=num_replicas, rank=rank, seed=seed)
-        self.weights = (1.0 / labels.bincount().double())[labels]  # by sample, not by class: the class's share is split evenly
+        self.weights = (1.0 / labels.bincount().double())[labels]  # (N,): one for each sample, not for each class
 
     def __iter__(self):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -304,10 +303,10 @@ def seed_worker(worker_id):
 
 
 def make_loader(dataset, batch_size, sampler=None, workers=0, pin_memory=False, seed=0):
-    """A DataLoader over Digits: images float (B, 1, 28, 28) normalized, labels int64 (B,). Needs: collate_images, seed_worker.
+    """A DataLoader over Digits: images float (B, 1, 28, 28), labels int64 (B,). Needs: collate_images, seed_worker.
 
-    The last batch of an epoch may be smaller. `workers` 0 loads in this process, which is the fastest way for data that
-    is in memory already; others pay off with a slow `transform`. `pin_memory` is for a GPU, whose copies then overlap.
+    The last batch may be smaller. workers 0 loads in this process, which is the fastest for data that is in memory;
+    more pay off with a slow `transform`. pin_memory lets copies to a GPU overlap with its work.
     """
     only_with_workers = dict(persistent_workers=True, prefetch_factor=4) if workers else {}
     return DataLoader(
@@ -333,12 +332,10 @@ if __name__ == "__main__":
     train, val = split_validation(len(images), 5000, seed=0)
     pixels = images / 255
     print(f"images {images.dtype} {tuple(images.shape)}, labels {labels.dtype} {tuple(labels.shape)}, classes {classes}")
-    print(f"split {len(train)} + {len(val)}; mean {pixels.mean():.4f}, std {pixels.std():.4f} (all of MNIST: {MEAN}, {STD})")
-    plain, _ = Digits(images, labels, classes).__getitems__([3, 4, 5])
-    moved, _ = Digits(images, labels, classes, augment=True).__getitems__([3, 4, 5])
+    print(f"split {len(train)} + {len(val)}; mean {pixels.mean():.4f}, std {pixels.std():.4f} (all MNIST: {MEAN}, {STD})")
     print("\nthree digits, and the same three augmented:")
-    for batch in (plain, moved):
-        print("\n".join("   ".join(rows) for rows in zip(*(picture(image[0]) for image in batch))))
-    loader = make_loader(Digits(images, labels, classes, augment=True), 128, make_sampler(labels))
-    x, y = next(iter(loader))
+    for augmented in (False, True):
+        three, _ = Digits(images, labels, classes, augmented).__getitems__([3, 4, 5])
+        print("\n".join("   ".join(rows) for rows in zip(*(picture(image[0]) for image in three))))
+    x, y = next(iter(make_loader(Digits(images, labels, classes, augment=True), 128, make_sampler(labels))))
     print(f"\na batch: images {x.dtype} {tuple(x.shape)}, {x.min():.4f} to {x.max():.4f}; labels {y.dtype} {tuple(y.shape)}")

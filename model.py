@@ -25,21 +25,20 @@ class SimpleCNN(nn.Module):
 
     def __init__(self, width=32, dropout=0.5, classes=10):
         super().__init__()
-        # PyTorch's own initialization (He et al. 2015, scaled for a leaky slope of sqrt(5)) is good enough at this depth.
-        self.conv1 = nn.Conv2d(1, width, kernel_size=3, padding=1)  # padding 1 keeps 28 x 28: a 3 x 3 kernel sees the rim too
+        self.conv1 = nn.Conv2d(1, width, kernel_size=3, padding=1)  # padding 1 keeps 28 x 28 pixels
         self.conv2 = nn.Conv2d(width, 2 * width, kernel_size=3, padding=1)
-        self.fc1 = nn.Linear(2 * width * 7 * 7, 4 * width)  # 28 / 2 / 2 = 7 pixels a side are left after two pools
+        self.fc1 = nn.Linear(2 * width * 7 * 7, 4 * width)  # two pools leave 28 / 2 / 2 = 7 x 7 pixels
         self.fc2 = nn.Linear(4 * width, classes)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, images):
-        # Textbooks write pool(relu(x)). ReLU never changes which of four numbers is the largest, so relu(pool(x)) is the
-        # same function to the bit, gradients included, and ReLU and its backward pass touch a quarter of the elements.
+        # Textbooks write pool(relu(x)). ReLU is monotone: the largest of four numbers stays the largest. So relu(pool(x))
+        # is the same function to the bit, gradients included, and ReLU has a quarter of the elements to go through.
         x = F.relu(F.max_pool2d(self.conv1(images), 2))  # (B, C, 14, 14)
         x = F.relu(F.max_pool2d(self.conv2(x), 2))  # (B, 2C, 7, 7)
         x = x.flatten(1)  # (B, 2C * 49)
-        x = self.dropout(F.relu(self.fc1(x)))  # (B, 4C); dropping the many inputs of fc1 instead would blur the picture
-        return self.fc2(x)  # (B, K): no softmax, cross_entropy applies log_softmax itself, and stably
+        x = self.dropout(F.relu(self.fc1(x)))  # (B, 4C)
+        return self.fc2(x)  # (B, K), not softmax: cross_entropy takes logits, and is stable because it does
 
 
 def count_parameters(model):

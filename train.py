@@ -44,10 +44,10 @@ def parse_args(argv=None):
         help="training samples held out for validation, at most a twelfth; 0: none (default 5000)")
     add("--workers", default=0, type=utils.number(int, 0, 256), metavar="N",
         help="processes that load data; 0: none, the fastest for data in memory (default 0)")
-    add("--no-augment", dest="augment", action="store_false", help="do not shift, turn and scale the training images")
+    add("--no-augment", dest="augment", action="store_false", help="train on images that are not distorted (default off)")
 
     add = parser.add_argument_group("model").add_argument
-    add("--width", default=32, type=count, metavar="C", help="channels of the first layer; the others follow (default 32)")
+    add("--width", default=32, type=count, metavar="C", help="channels of the first layer, others follow (default 32)")
     add("--dropout", default=0.5, type=utils.number(float, 0, 0.99), metavar="P", help="0: off (default 0.5)")
 
     add = parser.add_argument_group("optimisation").add_argument
@@ -62,14 +62,15 @@ def parse_args(argv=None):
         help="share of all steps during which the learning rate rises; 0: off (default 0.1)")
     add("--label-smoothing", default=0.05, type=share, metavar="S",
         help="share of the target that all classes get, in training; 0: off (default 0.05)")
-    add("--clip", default=1.0, type=utils.number(float, 0, 1e9), metavar="NORM", help="bound of the gradient's norm; 0: off (default 1)")
+    add("--clip", default=1.0, type=utils.number(float, 0, 1e9), metavar="NORM",
+        help="largest norm of the gradient; 0: off (default 1)")
 
     add = parser.add_argument_group("machine").add_argument
-    add("--device", default="auto", metavar="DEV", help="cpu, cuda, mps, xpu; auto: an accelerator if there is one (default auto)")
+    add("--device", default="auto", metavar="DEV", help="cpu, cuda, mps or xpu (default auto: not cpu, if it can be helped)")
     add("--amp", choices=("off", "fp16", "bf16"), help="mixed precision (default bf16 on a GPU that has it, else off)")
-    add("--compile", action="store_true", help="torch.compile: a slow start, then faster on a GPU (default off)")
-    add("--no-channels-last", dest="channels_last", action="store_false", help="NCHW in memory, which is slower")
-    add("--deterministic", action="store_true", help="reproducible on a GPU as well, which is slower (default off)")
+    add("--compile", action="store_true", help="torch.compile: a slow start, for a faster GPU (default off)")
+    add("--no-channels-last", dest="channels_last", action="store_false", help="NCHW in memory: slower (default off)")
+    add("--deterministic", action="store_true", help="reproducible on a GPU too, but slower (default off)")
 
     add = parser.add_argument_group("run").add_argument
     add("--out", metavar="DIR", help="the run's folder (default runs/<data>-<model>-<n>, the next free n)")
@@ -87,13 +88,13 @@ def build_model(args, classes):
 
 
 def build_optimizer(model, args, device):
-    """AdamW (Loshchilov and Hutter 2019) with decay on weights alone: a bias or a norm's gain has no reason to be small."""
+    """AdamW (Loshchilov and Hutter 2019), decaying weights only: a bias or a norm's gain has no reason to be small."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": args.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
     fused = device.type in ("cpu", "cuda", "mps", "xpu")  # one kernel for all parameters; four times faster on a CPU
-    # A second moment over 20 steps in place of 1000 keeps up with gradients that shrink tenfold within one epoch.
+    # The second moment over 20 steps, not the usual 1000: gradients shrink tenfold within the first few hundred.
     return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=fused)
 
 
@@ -105,15 +106,15 @@ def autocast(device, amp):
 
 # ---------------------------------------------------------------------------------------------------- the loop
 
-LOSS, CORRECT, SAMPLES, NORM, STEPS = range(5)  # what is summed over an epoch, in one tensor on the device
+LOSS, CORRECT, SAMPLES, NORM, TAKEN, FINITE = range(6)  # what is summed over an epoch, in one tensor on the device
 
 
 def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=print):
-    """Trains for one epoch and returns its metrics as a dict. Needs: autocast, check_finite, utils.lr_at, LOSS to STEPS.
+    """Trains for one epoch and returns its metrics as a dict. Needs: autocast, check_finite, LOSS, utils.lr_at.
 
     model, optimizer, scaler  on `device`; the scaler is enabled for fp16 alone
     loader                    images float (B, 1, 28, 28), labels int64 (B,)
-    state                     dict: epoch (from 0), step (optimizer steps taken), total_steps, skipped; the last is updated
+    state                     dict: epoch (from 0), total_steps; step (of the optimizer) and skipped are counted here
     args                      accum, lr, warmup, schedule, label_smoothing, clip, amp
     show                      takes a line on the progress now and then
 
@@ -123,14 +124,14 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
     loader.sampler.set_epoch(state["epoch"])  # without it every epoch has the order of the first
     batches = iter(loader)
     windows = math.ceil(len(loader) / args.accum)
-    sums = torch.zeros(5, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    sums = torch.zeros(6, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
     started = printed = time.perf_counter()
     waited = 0.0
 
     for index in range(windows):
         # The whole window is drawn first: the number of its samples must be known before the first backward pass.
         before = time.perf_counter()
-        window = list(islice(batches, args.accum))  # what is left at the end of an epoch is a window too, if a short one
+        window = list(islice(batches, args.accum))  # at the end of an epoch a short one: dropped batches are lost data
         waited += time.perf_counter() - before
         count = sum(len(labels) for _, labels in window)
 
@@ -153,7 +154,8 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
             loss_sum += loss.detach()
             sums[CORRECT] += (logits.detach().argmax(1) == labels).sum()
 
-        lr = utils.lr_at(state["step"], state["total_steps"], args.lr, args.warmup * state["total_steps"], args.schedule)
+        total = state["total_steps"]
+        lr = utils.lr_at(state["step"], total, args.lr, args.warmup * total, args.schedule)
         for group in optimizer.param_groups:
             group["lr"] = lr
         scaler.unscale_(optimizer)  # first: the bound is on the gradient, not on 65,536 times the gradient
@@ -165,20 +167,22 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
         state["step"] += taken  # so a skipped step does not advance the schedule
         state["skipped"] += not taken
 
-        # NaN and infinity stay in a sum. So STEPS stops at the first bad one, and nothing has to wait for the device in
-        # every step, as .item(), print(loss) and `if loss > x` do: on a GPU the loop runs far ahead of the arithmetic.
+        # NaN and infinity stay in a sum, so FINITE stops counting at the first. Looking at it can wait for the next line
+        # that is printed: .item(), print(loss), `if loss > x` stop the loop, which on a GPU runs ahead of the arithmetic.
         sums[LOSS] += loss_sum
         sums[SAMPLES] += count
         sums[NORM] += norm if taken else 0.0
-        sums[STEPS] += torch.isfinite(sums[LOSS] + sums[NORM])
+        sums[TAKEN] += taken
+        sums[FINITE] += torch.isfinite(sums[LOSS] + sums[NORM])
         now = time.perf_counter()
         if now - printed > (0.2 if sys.stdout.isatty() else 5.0):
             printed = now
             loss, accuracy, _ = check_finite(sums, state["epoch"])
-            left = (now - started) / (index + 1) * (state["total_steps"] - state["epoch"] * windows - index - 1)
+            passed = now - started
+            left = passed / (index + 1) * (total - state["epoch"] * windows - index - 1)
             show(
-                f"step {index + 1}/{windows}  loss {loss:.4f}  accuracy {accuracy:.2%}  lr {lr:.1e}  "
-                f"{sums[SAMPLES].item() / (now - started):,.0f} images/s  {waited / (now - started):.0%} waiting for data  "
+                f"step {index + 1}/{windows} loss {loss:.3f} acc {100 * accuracy:.1f} % lr {lr:.1e} "
+                f"{sums[SAMPLES].item() / passed:.0f} images/s data {100 * waited / passed:.0f} % "
                 f"{left // 60:.0f}:{left % 60:02.0f} left"
             )
 
@@ -193,14 +197,14 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
 
 
 def check_finite(sums, epoch):
-    """Mean loss and accuracy per sample and mean gradient norm per step; FloatingPointError if they are not finite."""
-    loss, correct, samples, norm, steps = sums.tolist()  # here the host waits for the device
+    """Mean loss and accuracy per sample and gradient norm per step; FloatingPointError where they are not finite."""
+    loss, correct, samples, norm, taken, finite = sums.tolist()  # here the host waits for the device
     if not math.isfinite(loss + norm):
         raise FloatingPointError(
-            f"epoch {epoch + 1}, step {steps + 1:.0f}: loss or gradient is not finite (sums {loss}, {norm}); "
+            f"epoch {epoch + 1}, step {finite + 1:.0f}: the loss or its gradient is not finite (summed: {loss:g}, {norm:g}); "
             "look at the data of this step, or lower --lr"
         )
-    return loss / samples, correct / samples, norm / max(1.0, steps)
+    return loss / samples, correct / samples, norm / max(1.0, taken)
 
 
 @torch.no_grad()  # keeps no graph. eval() is another thing, it turns dropout off: evaluation needs both
@@ -245,7 +249,8 @@ def main(argv=None):
         args.amp = utils.pick_amp(args.amp, device)
         utils.set_seed(args.seed, args.deterministic)
 
-        name, (images, labels, classes), test = data.load_dataset(args.dataset, args.data_dir, utils.once_per_machine, say)
+        name, train, test = data.load_dataset(args.dataset, args.data_dir, utils.once_per_machine, say)
+        images, labels, classes = train
         few = 2 * args.batch_size * world_size if args.dry_run else None  # [:None] is everything
         train_part, val_part = (part[:few] for part in data.split_validation(len(images), args.val_size, args.seed))
         train_set = data.Digits(images[train_part], labels[train_part], classes, args.augment, args.seed)
@@ -261,12 +266,10 @@ def main(argv=None):
     val_loader = data.make_loader(val_set, 500, range(rank, len(val_set), world_size), 0, pin)
     test_loader = data.make_loader(test_set, 500, range(rank, len(test_set), world_size), 0, pin)
 
-    title = lambda part: f"({name}, {len(part):,} {'images' if name == 'FashionMNIST' else 'digits'})"
-
     model = build_model(args, classes)
     parameters = networks.count_parameters(model)
-    # Channels-last memory is what the convolution kernels of CPUs and tensor cores compute in: about 3 times faster on a
-    # CPU. Converting the weights is enough here; an image of one channel has both layouts at once.
+    # The convolution kernels of CPUs and of tensor cores compute in channels-last: about 3 times faster on a CPU.
+    # Converting the weights is enough here, for an image of one channel is in both layouts at once.
     model = model.to(device, memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
     if args.compile:
         model.compile()  # in place: torch.compile(model) would put _orig_mod. before every key of the checkpoint
@@ -275,17 +278,21 @@ def main(argv=None):
     wrapped = DistributedDataParallel(model) if world_size > 1 else model
 
     epochs = 1 if args.dry_run else args.epochs
-    batches = len(train_loader)
-    steps = math.ceil(batches / args.accum)
-    # epoch: how many are done; step: of the optimizer; best: the row of metrics that best.pt belongs to
+    steps = math.ceil(len(train_loader) / args.accum)
+    # epoch: how many are done; step: taken by the optimizer; best: the row of metrics that belongs to best.pt
     state = {"epoch": 0, "step": 0, "skipped": 0, "total_steps": epochs * steps, "best": None, "metrics": []}
-    say(f"{type(model).__name__}: {parameters:,} parameters on {device}, {args.amp} mixed precision; run in {folder}")
-    say(f"{name}: {len(train_set):,} for training, {len(val_set):,} for validation, {len(test_set):,} for the test at the end")
-    say(
-        f"{args.batch_size} x {args.accum} accumulated x {world_size} processes = {args.batch_size * args.accum * world_size} a step; "
-        f"{len(train_set):,} / {args.batch_size * world_size} = {batches} batches / {args.accum} = {steps} steps an epoch "
-        f"x {epochs} epochs = {epochs * steps:,} steps, the first {args.warmup * epochs * steps:.0f} of warm-up to lr {args.lr:g}"
-    )
+
+    def title(part):
+        """What stands beside every accuracy, so that nobody takes one data set for the other."""
+        return f"({name}, {len(part):,} {'images' if name == 'FashionMNIST' else 'digits'})"
+
+    per_step = args.batch_size * args.accum * world_size
+    say(f"{type(model).__name__}: {parameters:,} parameters; {device}, mixed precision {args.amp}; results in {folder}")
+    say(f"{name}: {len(train_set):,} for training, {len(val_set):,} for validation, {len(test_set):,} for the test")
+    say(f"{args.batch_size} a batch x {args.accum} accumulated x {world_size} processes = {per_step} a step; "
+        f"{len(train_set):,} / {per_step} = {steps} steps an epoch")
+    say(f"{steps} steps x {epochs} epochs = {epochs * steps:,} steps, of which {args.warmup * epochs * steps:.0f} of warm-up "
+        f"to lr {args.lr:g}, then {args.schedule}")
 
     def save(file):
         """A plain dict; every rank has the same, so one writes."""
@@ -310,17 +317,17 @@ def main(argv=None):
     with utils.one_line(OSError, FloatingPointError):
         while state["epoch"] < epochs:
             epoch = f"epoch {state['epoch'] + 1}/{epochs}"
-            row = train_one_epoch(
-                wrapped, train_loader, optimizer, scaler, state, args, device,
-                lambda line: say(f"{epoch} {title(train_set)}  {line}", over=True),
-            )
+            progress = lambda line: say(f"{epoch} {line} {title(train_set)}", over=True)
+            row = train_one_epoch(wrapped, train_loader, optimizer, scaler, state, args, device, progress)
+            say(f"{epoch}  training loss {row['train_loss']:.4f}  accuracy {100 * row['train_accuracy']:.2f} % "
+                f"{title(train_set)}  {row['seconds']:.1f} s, {100 * row['waiting']:.1f} % of it waiting for data")
             state["epoch"] += 1
-            line = f"{epoch}  training loss {row['train_loss']:.4f}, accuracy {row['train_accuracy']:.2%} {title(train_set)}"
+            row |= {"val_loss": None, "val_accuracy": None}
             if len(val_set):
                 result = evaluate(model, val_loader, device, args.amp)
                 row |= {"val_loss": result["loss"], "val_accuracy": result["accuracy"]}
-                line += f"; validation loss {row['val_loss']:.4f}, accuracy {row['val_accuracy']:.2%} {title(val_set)}"
-            say(f"{line}; {row['seconds']:.1f} s, {row['waiting']:.1%} of it waiting for data")
+                say(f"{epoch}  validation loss {result['loss']:.4f}  accuracy {100 * result['accuracy']:.2f} % "
+                    f"{title(val_set)}")
             state["metrics"].append(row)
             # Without a validation set the last epoch is taken: to choose by the test set would be to train on it.
             quality = lambda row: (row["val_accuracy"], -row["val_loss"])
@@ -335,11 +342,13 @@ def main(argv=None):
         model.load_state_dict(utils.gather_over_ranks(best)[0])
         result = evaluate(model, test_loader, device, args.amp)
         report(test_accuracy=result["accuracy"], test_loss=result["loss"])
-    say(f"test accuracy {result['accuracy']:.2%} {title(test_set)}, loss {result['loss']:.4f}, of the weights of epoch "
-        f"{state['best']['epoch']}, {folder}/best.pt")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    say(f"test accuracy {100 * result['accuracy']:.2f} % {title(test_set)}, loss {result['loss']:.4f}: "
+        f"{folder}/best.pt, of epoch {state['best']['epoch']}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

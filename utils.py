@@ -21,11 +21,11 @@ import shutil
 import sys
 import zipfile
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torchvision
 
 # ---------------------------------------------------------------------------------------------------- the command line
 
@@ -185,7 +185,7 @@ def new_folder(out, name):
     """Makes the folder of a run: `out`, or if that is None runs/<name>-<n> with the next free n. ValueError if it holds a run."""
     if out:
         folder = Path(out)
-        if (folder / "run.json").exists():
+        if any((folder / file).exists() for file in ("run.json", "last.pt", "best.pt")):
             raise ValueError(f"--out {folder}: holds a run already; choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -230,7 +230,7 @@ def write_json(path, value):
 
 def versions():
     """Of torch and torchvision, as plain str: torch.__version__ is a class that torch.load(weights_only=True) refuses."""
-    return {"torch": str(torch.__version__), "torchvision": str(torchvision.__version__)}
+    return {"torch": str(torch.__version__), "torchvision": metadata.version("torchvision")}  # not imported: that takes a second
 
 
 def plain_weights(model):

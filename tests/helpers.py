@@ -1,0 +1,104 @@
+"""What several test files need: data sets of a few digits, the program as a process, and a stand-in for the download host."""
+
+import gzip
+import hashlib
+import http.server
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import data
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def write_mnist(root, train=60, test=20, name="MNIST"):
+    """A data set in MNIST's layout under `root`, of the first digits of the bundled sample. Returns its raw folder."""
+    raw = Path(root) / name / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    for part, count in (("train", train), ("t10k", test)):
+        images, labels, _ = data.load_mnist(data.SAMPLE, part == "train")
+        content = struct.pack(">4I", 2051, count, 28, 28) + images[:count].numpy().tobytes()
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(content)
+        content = struct.pack(">2I", 2049, count) + bytes(labels[:count].tolist())
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(content)
+    return raw
+
+
+def gzip_files(raw):
+    """Packs the four files in `raw`, in place."""
+    for file in data.IDX_FILES:
+        (raw / f"{file}.gz").write_bytes(gzip.compress((raw / file).read_bytes()))
+        (raw / file).unlink()
+
+
+def program(*args, cwd, before="", prefix=(sys.executable,), **kwargs):
+    """Starts train.py as a process in folder `cwd`; `before` is Python that runs first in it. Its output is piped."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "error::FutureWarning,error::UserWarning"}
+    if before:
+        command = [*prefix, "-c", f"import sys\n{before}\nimport train\ntrain.main(sys.argv[1:])"]
+    else:
+        command = [*prefix, str(ROOT / "train.py")]
+    return subprocess.Popen(
+        [*command, *map(str, args)], cwd=cwd, env=env, text=True, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **kwargs}
+    )
+
+
+def run_program(*args, cwd, timeout=120, **kwargs):
+    """Runs train.py to its end. Returns (status, standard output, standard error)."""
+    process = program(*args, cwd=cwd, **kwargs)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+@contextmanager
+def download_host(answer, folder=None):
+    """A web server in the role of MNIST's: `answer` is a status (403, 503), "files" of `folder`, or "silence".
+
+    Yields (the Python that points torchvision to it, the list of paths that were asked for).
+    """
+    asked, done = [], threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            name = self.path.rsplit("/")[-1]
+            asked.append(name)
+            if answer == "silence":
+                done.wait(30)
+            elif answer == "files":
+                content = (folder / name).read_bytes()
+                time.sleep(0.2)
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+            else:
+                self.send_error(answer)
+
+        def log_message(self, *args):
+            """Says nothing."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    md5 = {f: hashlib.md5((folder / f"{f}.gz").read_bytes()).hexdigest() for f in data.IDX_FILES} if folder else {}
+    point = (
+        "from torchvision import datasets\n"
+        f"datasets.MNIST.mirrors = ['http://127.0.0.1:{server.server_address[1]}/']\n"
+        f"datasets.MNIST.resources = [(f + '.gz', {md5!r}.get(f, '')) for f in {data.IDX_FILES!r}]"
+    )
+    try:
+        yield point, asked
+    finally:
+        done.set()
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,63 @@
+"""model.py: against the textbook's order of layers and by counting."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import SimpleCNN, count_parameters
+
+
+def textbook(model):
+    """The same layers in the order of textbooks, conv - ReLU - pool, as an nn.Sequential that shares the weights."""
+    return nn.Sequential(
+        model.conv1, nn.ReLU(), nn.MaxPool2d(2), model.conv2, nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), model.fc1, nn.ReLU(), model.dropout, model.fc2,
+    )
+
+
+def test_number_of_parameters():
+    by_hand = (9 * 1 + 1) * 32 + (9 * 32 + 1) * 64 + (3136 + 1) * 128 + (128 + 1) * 10
+    assert count_parameters(SimpleCNN()) == by_hand == 421_642
+    model = SimpleCNN()
+    model.fc1.requires_grad_(False)
+    assert count_parameters(model) == by_hand - (3136 + 1) * 128
+
+
+@pytest.mark.parametrize("width, classes", [(1, 2), (8, 10), (16, 47)])
+def test_width_scales_all_layers(width, classes):
+    model = SimpleCNN(width, classes=classes)
+    assert model(torch.zeros(3, 1, 28, 28)).shape == (3, classes)
+    by_hand = 10 * width + (9 * width + 1) * 2 * width + (98 * width + 1) * 4 * width + (4 * width + 1) * classes
+    assert count_parameters(model) == by_hand
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_pool_before_relu_is_the_textbooks_function_to_the_bit(layout):
+    torch.manual_seed(0)
+    model = SimpleCNN().to(memory_format=layout)
+    images = torch.rand(64, 1, 28, 28)
+    images[:32, :, :, 14:] = 0  # flat areas: ties within a pooling window
+    labels = torch.randint(10, (64,))
+    results = []
+    for network in (model, textbook(model)):
+        torch.manual_seed(1)  # the same dropout
+        model.zero_grad()
+        logits = network(images)
+        F.cross_entropy(logits, labels).backward()
+        results.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_dropout_is_there_in_training_only():
+    model, images = SimpleCNN(dropout=0.5), torch.rand(4, 1, 28, 28)
+    assert not torch.equal(model(images), model(images))
+    model.eval()
+    assert torch.equal(model(images), model(images))
+
+
+def test_gradient_is_the_derivative():
+    model = SimpleCNN(width=2, dropout=0.0).double()
+    images = torch.rand(2, 1, 28, 28, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: model(x).square().sum(), images, fast_mode=True)

@@ -1,0 +1,252 @@
+"""The program from end to end: flags, files, failures. In this process where that proves the same, else in one of its own."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import data
+import train
+import utils
+from helpers import ROOT, download_host, program, run_program, write_mnist
+
+
+@pytest.fixture
+def mnist(tmp_path):
+    """A data set of 60 + 20 digits, in a folder of its own for the run."""
+    write_mnist(tmp_path / "data")
+    return tmp_path
+
+
+def run(folder, *args, out="run"):
+    """main() in this process, with results in folder/out. Returns run.json, the rows of metrics.csv and best.pt."""
+    threads, out = torch.get_num_threads(), folder / out
+    train.main(["--data-dir", str(folder / "data"), "--out", str(out), *args])
+    assert torch.get_num_threads() == threads
+    with open(out / "metrics.csv", newline="") as file:
+        return json.loads((out / "run.json").read_text()), list(csv.DictReader(file)), utils.load_checkpoint(out / "best.pt")
+
+
+def fails(capfd, *args):
+    """main() must end with status 2 and one line, which is returned."""
+    with pytest.raises(SystemExit) as end:
+        train.main([str(arg) for arg in args])
+    out, err = capfd.readouterr()
+    assert end.value.code == 2 and err.count("\n") == 1 and err.startswith("train.py: error: "), err
+    return err
+
+
+# -------------------------------------------------------------------------------------------------------- bad input
+
+WRONG = (
+    "--amp False|--amp fp8|--epochs 0|--epochs -1|--epochs 1.5|--batch-size 0|--accum 0|--lr -1|--lr 0|--lr nan|--lr inf|--seed -1|"
+    "--seed 4294967296|--workers -1|--val-size -1|--width 0|--dropout 1|--dropout -0.1|--warmup -0.1|--warmup 12|--clip -1|"
+    "--label-smoothing 2|--weight-decay -1|--schedule none|--dataset imagenet|--device quantum|--no-such-flag|--lr|surplus"
+).split("|")
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_wrong_flag_is_one_line(flags, capfd):
+    line = fails(capfd, *flags.split())
+    assert flags.split()[-1] in line or "expected one argument" in line, line
+    print(line)
+
+
+def test_every_flag_is_explained_with_its_default(capsys):
+    with pytest.raises(SystemExit) as end:
+        train.parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0
+    options = [option for option in vars(train.parse_args([]))]
+    assert len(options) > 20 and text.count("default") >= len(options)
+
+
+@pytest.mark.parametrize("file, content, words", [
+    ("train-images-idx3-ubyte", b"<html>no such bucket</html>", ["2051"]),
+    ("t10k-images-idx3-ubyte", b"", ["16 bytes", "0 found"]),
+    ("train-labels-idx1-ubyte", b"\0\0\x08\x01\0\0\0\x3c" + bytes([255] * 60), ["255", "10 classes"]),
+])
+def test_broken_file_is_one_line_before_training(file, content, words, mnist, capfd):
+    (mnist / "data/MNIST/raw" / file).write_bytes(content)
+    line = fails(capfd, "--data-dir", mnist / "data", "--out", mnist / "run")
+    assert file in line and all(word in line for word in words)
+    assert not (mnist / "run").exists()  # nothing was begun
+
+
+def test_folder_that_holds_a_run_is_refused(mnist, capfd):
+    run(mnist, "--dry-run")
+    before = (mnist / "run/last.pt").read_bytes()
+    capfd.readouterr()
+    assert str(mnist / "run") in fails(capfd, "--data-dir", mnist / "data", "--out", mnist / "run")
+    assert (mnist / "run/last.pt").read_bytes() == before
+
+
+def test_unwritable_folder_is_one_line(mnist, capfd):
+    (mnist / "file").write_text("")
+    assert "file" in fails(capfd, "--data-dir", mnist / "data", "--out", mnist / "file/run")
+
+
+def test_full_disk_is_one_line_and_spares_the_old_checkpoint(mnist, capfd, monkeypatch):
+    save, saved = torch.save, []
+
+    def save_until_full(checkpoint, file):
+        saved.append(file.name)
+        save(checkpoint, file)
+        if len(saved) == 4:  # best.pt and last.pt of epoch 1, then one more whole one at least
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", save_until_full)
+    line = fails(capfd, "--data-dir", mnist / "data", "--out", mnist / "run", "--epochs", "5", "--batch-size", "60")
+    assert "No space left" in line and utils.load_checkpoint(mnist / "run/last.pt")["epoch"] >= 1
+
+
+def test_infinite_pixel_stops_and_spares_the_checkpoints(mnist, capfd, monkeypatch):
+    calls, augment = [], data.augment
+
+    def broken(images, generator):
+        calls.append(1)
+        images = augment(images, generator)
+        if len(calls) == 5:  # epoch 2, batch 2, of 55 digits in batches of 20
+            images[0, 0, 3, 3] = float("inf")
+        return images
+
+    monkeypatch.setattr(data, "augment", broken)
+    line = fails(capfd, "--data-dir", mnist / "data", "--out", mnist / "run", "--epochs", "3", "--batch-size", "20")
+    print(line)
+    assert "epoch 2, step 2" in line
+    for name in ("last.pt", "best.pt"):
+        checkpoint = utils.load_checkpoint(mnist / "run" / name)
+        assert checkpoint["epoch"] == 1 and checkpoint["best"]["val_loss"] < float("inf")
+        assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_run_leaves_what_is_needed_to_repeat_it(mnist, capfd):
+    facts, rows, best = run(mnist, "--epochs", "3", "--batch-size", "16", "--accum", "2", "--seed", "4")
+    out = capfd.readouterr().out
+    print(out)
+    assert facts["args"]["seed"] == 4 and facts["args"]["amp"] == "off" and facts["versions"] == utils.versions()
+    assert facts["dataset"] == {"name": "MNIST", "train": 55, "val": 5, "test": 20} and facts["parameters"] == 421_642
+    assert facts["epochs_done"] == 3 and facts["device"] == "cpu" and facts["train_seconds"] > 0
+    assert 0 <= facts["test_accuracy"] <= 1 and facts["test_loss"] > 0
+    assert [row["epoch"] for row in rows] == ["1", "2", "3"] and [row["step"] for row in rows] == ["2", "4", "6"]
+    best_row = max(rows, key=lambda row: (float(row["val_accuracy"]), -float(row["val_loss"])))
+    assert best["best"]["epoch"] == int(best_row["epoch"]) == best["epoch"]
+    assert facts["val_accuracy"] == float(best_row["val_accuracy"])
+    last = utils.load_checkpoint(mnist / "run/last.pt")
+    assert (last["epoch"], last["step"]) == (3, 6) and len(last["metrics"]) == 3 and last["classes"] == list("0123456789")
+    assert list(last["model"]) == list(train.networks.SimpleCNN().state_dict())
+    for text in ("421,642 parameters", "16 a batch x 2 accumulated x 1 processes = 32 a step; 55 / 32 = 2 steps an epoch", "2 steps x 3 epochs = 6 steps"):
+        assert text in out
+    for line in out.splitlines():
+        assert "accuracy" not in line or "% (MNIST, " in line  # no accuracy without its data set
+    assert f"test accuracy {100 * facts['test_accuracy']:.2f} % (MNIST, 20 digits)" in out
+
+
+def test_best_is_the_best_and_the_test_reads_it(mnist, monkeypatch):
+    evaluate, seen = train.evaluate, []
+
+    def worse_and_worse(model, loader, device, amp):
+        seen.append((len(loader.dataset), {key: value.clone() for key, value in model.state_dict().items()}))
+        return {**evaluate(model, loader, device, amp), "accuracy": 1 / len(seen)}
+
+    monkeypatch.setattr(train, "evaluate", worse_and_worse)
+    _, rows, best = run(mnist, "--epochs", "3", "--batch-size", "55")
+    assert [size for size, _ in seen] == [5, 5, 5, 20]  # the test set is read once, at the end
+    assert best["best"]["epoch"] == 1 and best["best"]["val_accuracy"] == 1.0
+    for key, value in best["model"].items():
+        assert torch.equal(value, seen[0][1][key]) and torch.equal(value, seen[3][1][key])
+
+
+@pytest.mark.parametrize("size, batch_size", [(3, 4), (1, 1), (5, 2)])
+def test_tiny_training_sets(size, batch_size, tmp_path):
+    write_mnist(tmp_path / "data", train=size, test=3)
+    facts, rows, best = run(tmp_path, "--epochs", "2", "--batch-size", str(batch_size))
+    assert facts["dataset"] == {"name": "MNIST", "train": size, "val": 0, "test": 3}
+    assert all(float(row["train_loss"]) > 0.1 for row in rows) and rows[0]["val_loss"] == ""
+    assert best["epoch"] == 2 and facts["val_accuracy"] is None  # without a validation set the last is taken
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("amp", ["fp16", "bf16"])
+def test_mixed_precision_on_a_cpu(amp, mnist):
+    facts, _, best = run(mnist, "--dry-run", "--amp", amp)
+    assert facts["args"]["amp"] == amp and facts["test_loss"] < 3
+    assert {tensor.dtype for tensor in best["model"].values()} == {torch.float32}
+    assert bool(best["scaler"]) == (amp == "fp16")
+
+
+@pytest.mark.parametrize("flags", ["--no-channels-last", "--deterministic", "--val-size 0", "--no-augment --dropout 0 --clip 0 --schedule constant"])
+def test_dry_run_with(flags, mnist):
+    run(mnist, "--dry-run", *flags.split())
+    torch.use_deterministic_algorithms(False)
+
+
+def test_same_seed_same_run_for_all_numbers_of_workers(mnist):
+    weights = [run(mnist, "--epochs", "2", "--batch-size", "10", "--workers", str(workers), out=f"{workers}-{again}")[2]["model"]
+               for workers, again in ((0, 0), (0, 1), (1, 0), (2, 0))]
+    other = run(mnist, "--epochs", "2", "--batch-size", "10", "--seed", "1", out="other")[2]["model"]
+    for key in weights[0]:
+        assert all(torch.equal(weights[0][key], again[key]) for again in weights[1:])
+    assert not torch.equal(weights[0]["fc2.weight"], other["fc2.weight"])
+
+
+# ------------------------------------------------------------------------------------------------------- as a process
+
+
+def test_import_prints_and_starts_nothing(tmp_path):
+    code = "import threading, train; assert threading.active_count() == 1"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_no_network_falls_back_and_says_so(tmp_path):
+    with download_host(403) as (point, _):
+        status, out, err = run_program("--dry-run", cwd=tmp_path, before=point)
+        assert status == 0 and "403" in out.splitlines()[0] and "sample" in out.splitlines()[0], out + err
+        assert all("(sample, " in line for line in out.splitlines() if "accuracy" in line)
+        assert [p for p in (tmp_path / "data").rglob("*") if p.is_file()] == []
+        assert (tmp_path / "runs/sample-cnn-1/run.json").exists() and "Warning" not in err
+        status, out, err = run_program("--dry-run", "--dataset", "mnist", cwd=tmp_path, before=point)
+    print(err)
+    assert status == 2 and err.count("\n") == 1 and "403" in err and "data/MNIST/raw" in err and "train-images-idx3-ubyte" in err
+    assert not (tmp_path / "runs/mnist-cnn-1").exists()
+
+
+def test_sample_learns_and_a_file_gets_plain_lines(tmp_path):
+    started = time.monotonic()
+    status, out, err = run_program("--dataset", "sample", "--epochs", "2", cwd=tmp_path)
+    print(out, f"{time.monotonic() - started:.1f} s")
+    facts = json.loads((tmp_path / "runs/sample-cnn-1/run.json").read_text())
+    assert status == 0 and err == "" and "\r" not in out
+    assert facts["test_accuracy"] > 0.85  # 10 % would be chance
+    assert out.splitlines()[-1].startswith(f"test accuracy {100 * facts['test_accuracy']:.2f} % (sample, 1,000 digits)")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals on Windows")
+def test_terminal_gets_one_line_that_rewrites_itself(tmp_path):
+    import pty
+
+    ours, theirs = pty.openpty()  # 80 columns
+    process = program("--dataset", "sample", "--epochs", "1", "--width", "8", cwd=tmp_path, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    text = b""
+    while True:
+        try:
+            text += os.read(ours, 4096)
+        except OSError:  # how a terminal says that the other side is closed
+            break
+    assert process.wait(60) == 0
+    lines = text.decode().replace("\r\n", "\n").split("\n")
+    rewritten = next(line for line in lines if line.count("\r") > 1).split("\r")
+    print(*rewritten, sep="\n")
+    for word in ("epoch 1/1", "step ", "loss", "acc", "lr", "images/s", "data"):
+        assert word in rewritten[1]
+    assert {len(line) for line in rewritten[1:-1]} == {79}  # a longer line would wrap, and stay

@@ -1,0 +1,211 @@
+"""utils.py: schedules against torch's, files against crashes."""
+
+import argparse
+import math
+import random
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import utils
+from helpers import ROOT
+
+# -------------------------------------------------------------------------------------------------- the command line
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "11", "x", "", "1e400"])
+def test_number_refuses(text):
+    with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+        utils.number(float, 0, 10)(text)
+
+
+def test_number_takes_its_bounds():
+    assert [utils.number(int, 0, 10)(text) for text in ("0", "10")] == [0, 10]
+
+
+def test_one_line_ends_with_status_2_and_lets_bugs_through(capsys):
+    with pytest.raises(SystemExit) as end, utils.one_line(ValueError):
+        raise ValueError("first\n second")
+    assert end.value.code == 2 and capsys.readouterr().err == "train.py: error: first second\n"
+    with pytest.raises(KeyError), utils.one_line(ValueError):
+        raise KeyError("a bug")
+
+
+# ------------------------------------------------------------------------------------------------------------- device
+
+
+def test_pick_device():
+    assert utils.pick_device("cpu") == torch.device("cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="cuda:0.*cpu"):
+            utils.pick_device("cuda:0")
+    with pytest.raises(ValueError, match="quantum"):
+        utils.pick_device("quantum")
+
+
+def test_amp_is_off_on_a_cpu_unless_asked_for():
+    assert utils.pick_amp(None, torch.device("cpu")) == "off"
+    assert utils.pick_amp("bf16", torch.device("cpu")) == "bf16"
+
+
+def test_seed_and_state_of_the_generators():
+    draws = []
+    for _ in range(2):
+        utils.set_seed(5)
+        draws.append((random.random(), torch.rand(2).tolist()))
+    assert draws[0] == draws[1]
+    state = utils.rng_state()
+    expected = random.random(), torch.rand(2).tolist()
+    utils.set_rng_state(state)
+    assert (random.random(), torch.rand(2).tolist()) == expected
+
+
+# ------------------------------------------------------------------------------------------------------ learning rate
+
+
+def test_cosine_equals_torchs_schedulers():
+    total, warmup, peak = 50, 10, 0.3
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=peak)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SequentialLR warns about itself before torch 2.7
+        rise = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=warmup)
+        fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total - 1 - warmup, eta_min=peak / 100)
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], milestones=[warmup])
+        expected = []
+        for _ in range(total):
+            expected.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+    assert [utils.lr_at(step, total, peak, warmup) for step in range(total)] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("warmup, total", [(0, 10), (10, 10), (12, 10), (0, 1), (1, 1), (0.05, 1), (2.5, 9)])
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_lr_is_finite_and_within_bounds(warmup, total, schedule):
+    for step in range(total + 5):  # also past the end
+        assert 0 < utils.lr_at(step, total, 0.1, warmup, schedule) <= 0.1
+
+
+def test_lr_rises_once_then_falls_to_its_minimum():
+    lrs = [utils.lr_at(step, 900, 1.0, 135) for step in range(900)]
+    peak = lrs.index(max(lrs))
+    assert lrs[:peak] == sorted(lrs[:peak]) and lrs[peak:] == sorted(lrs[peak:], reverse=True)
+    assert lrs[-1] == min(lrs) == pytest.approx(0.01) and max(lrs) == 1.0
+
+
+# ------------------------------------------------------------------------------------------------------- a run on disk
+
+
+def test_folders_are_numbered_and_runs_are_not_overwritten(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert [utils.new_folder(None, "sample-cnn").name for _ in range(3)] == [f"sample-cnn-{n}" for n in (1, 2, 3)]
+    folder = utils.new_folder(str(tmp_path / "a/b"), "ignored")
+    assert utils.new_folder(str(folder), "ignored") == folder  # an empty folder is free
+    (folder / "last.pt").write_text("")
+    with pytest.raises(ValueError, match="a/b"):
+        utils.new_folder(str(folder), "ignored")
+
+
+DIES_WHILE_WRITING = """
+import os, sys, utils
+def write(file):
+    file.write(b"half of the new")
+    file.flush()
+    if sys.argv[2] == "raise":
+        raise RuntimeError("in the middle")
+    os._exit(9)
+utils.write_atomically(sys.argv[1], write)
+"""
+
+
+@pytest.mark.parametrize("how, status", [("raise", 1), ("exit", 9)])
+def test_death_while_writing_leaves_the_old_file(how, status, tmp_path):
+    path = tmp_path / "last.pt"
+    utils.write_atomically(path, lambda file: file.write(b"the old one"))
+    process = subprocess.run([sys.executable, "-c", DIES_WHILE_WRITING, path, how], cwd=ROOT, capture_output=True)
+    assert process.returncode == status and path.read_bytes() == b"the old one"
+    assert [p.name for p in tmp_path.glob("*.pt")] == ["last.pt"]  # what is left behind looks like no checkpoint ...
+    utils.write_atomically(path, lambda file: file.write(b"the new one"))
+    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"] and path.read_bytes() == b"the new one"  # ... and goes
+
+
+def test_csv_and_json(tmp_path):
+    utils.write_csv(tmp_path / "a.csv", [{"epoch": 1, "val": None}, {"epoch": 2, "val": 0.5}])
+    assert (tmp_path / "a.csv").read_text().splitlines() == ["epoch,val", "1,", "2,0.5"]
+    utils.write_json(tmp_path / "a.json", {"versions": utils.versions()})
+    assert str(torch.__version__) in (tmp_path / "a.json").read_text()
+
+
+def test_plain_weights_however_wrapped():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    keys = list(model.state_dict())
+    assert list(utils.plain_weights(torch.compile(model))) == keys
+    assert list(utils.plain_weights(torch.nn.DataParallel(model))) == keys
+    assert list(utils.plain_weights(torch.compile(torch.nn.DataParallel(model)))) == keys
+    model[0] = torch.compile(model[0])
+    assert list(utils.plain_weights(model)) == keys
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / "a.pt"
+    utils.save_checkpoint(path, {"model": {"weight": torch.arange(1000.0)}, "step": 3, "best": None})
+    return path
+
+
+def test_checkpoint_comes_back(saved):
+    checkpoint = utils.load_checkpoint(saved)
+    assert torch.equal(checkpoint["model"]["weight"], torch.arange(1000.0))
+    assert checkpoint["step"] == 3 and checkpoint["versions"] == utils.versions()
+    assert torch.load(saved, weights_only=True).keys() == checkpoint.keys()
+
+
+def flip_a_bit(content):
+    at = content.index(torch.arange(1000.0).numpy().tobytes()[400:800])
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda c: c[: len(c) // 2], lambda c: b"", lambda c: b"plain text\n" * 9, flip_a_bit], ids=["half", "empty", "text", "bit"]
+)
+def test_damaged_checkpoint_is_named(damage, saved):
+    saved.write_bytes(damage(saved.read_bytes()))
+    with pytest.raises(ValueError) as error:
+        utils.load_checkpoint(saved)
+    assert str(saved) in str(error.value) and "\n" not in str(error.value)
+    print(error.value)
+
+
+def test_folder_or_nothing_for_a_checkpoint(tmp_path):
+    for path in (tmp_path, tmp_path / "absent.pt"):
+        with pytest.raises(ValueError, match=str(path)):
+            utils.load_checkpoint(path)
+
+
+def test_flipped_bit_names_the_record(saved):
+    saved.write_bytes(flip_a_bit(saved.read_bytes()))
+    torch.load(saved, weights_only=True)  # notices nothing: this is why there is a check of our own
+    with pytest.raises(ValueError, match="checksum of archive/data/0"):
+        utils.load_checkpoint(saved)
+
+
+class Harmless:
+    def __reduce__(self):
+        return print, ("it ran",)
+
+
+def test_pickle_with_a_program_is_refused_unrun(tmp_path, capsys):
+    path = tmp_path / "a.pt"
+    torch.save({"model": Harmless()}, path)
+    with pytest.raises(ValueError, match="a.pt"):
+        utils.load_checkpoint(path)
+    assert capsys.readouterr().out == ""
+
+
+def test_one_process_needs_no_group():
+    assert utils.init_distributed(torch.device("cpu")) == (0, 1, torch.device("cpu"))
+    assert utils.sum_over_ranks(torch.tensor(3)).item() == 3 and utils.gather_over_ranks("x") == ["x"]
+    assert utils.once_per_machine(lambda: "y") == "y" and math.isfinite(utils.lr_at(0, 1, 1.0))
