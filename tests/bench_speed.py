@@ -1,0 +1,131 @@
+"""How fast the default training is, as ratios within one run: python tests/bench_speed.py [--rounds 5] [--images 12800]
+
+1. an epoch of ours over an epoch of the textbook loop below, in images per second, training alone
+2. a pass of our loader, augmentation off, over a pass of the textbook's, which does not augment either
+3. the floating-point operations of our training step per second over those of a large float32 matrix product
+
+All are measured in turns, round by round, on the bundled sample repeated to the same number of images; the median and
+the range over the rounds are printed. A ratio holds on a busy machine where a number of seconds does not.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.data import ConcatDataset, DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision import datasets, transforms
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import data
+import train
+import utils
+
+CPU = torch.device("cpu")
+
+
+class TextbookCNN(nn.Module):
+    """The same network in the order and layout of textbooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3, padding=1), nn.Conv2d(32, 64, 3, padding=1)
+        self.fc1, self.fc2, self.dropout = nn.Linear(3136, 128), nn.Linear(128, 10), nn.Dropout(0.5)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        return self.fc2(self.dropout(F.relu(self.fc1(x.flatten(1)))))
+
+
+def textbook_epoch(model, loader, optimizer):
+    """Batches of 64 from single PIL images, Adam, and .item() at each step."""
+    model.train()
+    running_loss = correct = 0
+    for images, labels in loader:
+        optimizer.zero_grad()
+        outputs = model(images)
+        loss = F.cross_entropy(outputs, labels)
+        loss.backward()
+        optimizer.step()
+        running_loss += loss.item()
+        correct += (outputs.argmax(1) == labels).sum().item()
+    return running_loss / len(loader), correct / len(loader.dataset)
+
+
+def timed(function):
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--images", type=int, default=12800, help="images in an epoch")
+    options = parser.parse_args()
+    n = options.images
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {n:,} images an epoch, {options.rounds} rounds")
+
+    torch.manual_seed(0)
+    images, labels, classes = data.load_mnist(data.SAMPLE)
+    repeats = -(-n // len(images))
+    images, labels = images.repeat(repeats, 1, 1)[:n], labels.repeat(repeats)[:n]
+
+    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+    single = ConcatDataset([datasets.MNIST(data.SAMPLE, transform=transform)] * repeats)
+    their_loader = DataLoader(torch.utils.data.Subset(single, range(n)), batch_size=64, shuffle=True)
+    theirs = TextbookCNN()
+    their_optimizer = torch.optim.Adam(theirs.parameters())
+
+    args = train.parse_args(["--amp", "off"])
+    loader = data.make_loader(data.Digits(images, labels, classes, augment=True), args.batch_size, data.make_sampler(labels))
+    plain_loader = data.make_loader(data.Digits(images, labels, classes), args.batch_size, data.make_sampler(labels))
+    ours = train.build_model(args, classes).to(memory_format=torch.channels_last)
+    optimizer, scaler = train.build_optimizer(ours, args, CPU), torch.amp.GradScaler("cpu", enabled=False)
+    state = train.new_state(len(loader) * (options.rounds + 1))
+    waiting = []
+
+    def our_epoch():
+        metrics = train.train_one_epoch(ours, loader, optimizer, scaler, state, args, CPU, show=lambda line: None)
+        state.update(epoch=state["epoch"] + 1, batch=0, sums=None)
+        waiting.append(metrics["waiting"])
+
+    x, y = next(iter(loader))
+    with FlopCounterMode(display=False) as counter:  # counts a multiplication and an addition as two, in both passes
+        F.cross_entropy(ours(x), y).backward()
+    flops = counter.get_total_flops() / len(x)
+    optimizer.zero_grad()
+    a, b = torch.rand(2048, 2048), torch.rand(2048, 2048)
+
+    def products():
+        for _ in range(4):
+            a @ b
+
+    our_epoch(), textbook_epoch(theirs, their_loader, their_optimizer), products()  # the first time is never the usual time
+    waiting.clear()
+    rows = []
+    for _ in range(options.rounds):
+        matrix = 4 * 2 * 2048**3 / timed(products)
+        epoch = timed(our_epoch)
+        matrix = (matrix + 4 * 2 * 2048**3 / timed(products)) / 2  # before and after: the machine's speed drifts
+        textbook = timed(lambda: textbook_epoch(theirs, their_loader, their_optimizer))
+        load, their_load = timed(lambda: list(plain_loader)), timed(lambda: list(their_loader))
+        rows.append((textbook / epoch, their_load / load, flops * n / epoch / matrix, n / epoch, n / textbook, matrix / 1e9))
+
+    names = (
+        "epoch, textbook time / ours", "loader pass, textbook time / ours", "training FLOP/s / matrix product's",
+        "our images/s", "textbook images/s", "matrix product, GFLOP/s",
+    )
+    print(f"training step: {flops / 1e6:.2f} MFLOP an image; waiting for data {100 * statistics.median(waiting):.1f} % of our epoch")
+    for name, values in zip(names, zip(*rows)):
+        print(f"{name:36} median {statistics.median(values):9.2f}   range {min(values):9.2f} to {max(values):9.2f}")
+
+
+if __name__ == "__main__":
+    main()
