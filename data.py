@@ -132,19 +132,19 @@ def read_idx(path, dims):
         raise ValueError(f"{path}: images of 28x28 pixels expected, {shape[1]}x{shape[2]} found")
     expected = header + math.prod(shape)
     if len(content) != expected or shape[0] == 0:
-        raise ValueError(f"{path}: {expected:,} bytes expected for {shape[0]:,} items, {len(content):,} found; remove it")
+        raise ValueError(f"{path}: {expected:,} bytes for {shape[0]:,} items expected, {len(content):,} found; remove it")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).view(shape)
 
 
 def check_labels(labels, classes, where="labels"):
-    """Raises ValueError if a label is not in 0..K-1. In silence, cross_entropy takes -100 to mean "leave this one out"."""
+    """Raises ValueError if a label is not in 0..K-1. cross_entropy would leave out a -100 in silence."""
     low, high = (labels.min().item(), labels.max().item()) if len(labels) else (0, 0)
     if low < 0 or high >= len(classes):
-        raise ValueError(f"{where}: labels from {low} to {high}, but {len(classes)} classes are 0 to {len(classes) - 1}")
+        raise ValueError(f"{where}: labels from {low} to {high}, but {len(classes)} classes, 0 to {len(classes) - 1}")
 
 
 def load_mnist(root, train=True, name="MNIST"):
-    """MNIST or FashionMNIST (`name`) from root/name/raw. Needs: read_idx, check_labels.
+    """MNIST or FashionMNIST (`name`) from root/name/raw. Needs: read_idx, check_labels, FASHION_CLASSES.
 
     Returns images uint8 (N, 28, 28), labels int64 (N,), a list of K class names. Raises ValueError for a file that is
     not what its name says, OSError for one that cannot be read.
@@ -160,7 +160,9 @@ def load_mnist(root, train=True, name="MNIST"):
 
 
 def load_dataset(choice, root, once=lambda function: function(), say=print):
-    """Training and test set of `choice`: mnist, fashion-mnist, sample, or auto. Needs: load_mnist, fetch_mnist, SAMPLE.
+    """Training and test set of `choice`: mnist, fashion-mnist, sample, or auto.
+
+    Needs: load_mnist, fetch_mnist, SAMPLE, IDX_FILES.
 
     auto is mnist if it is in `root` or can be downloaded, else the bundled sample, which is said in one line to `say`.
     Returns (name, training, test), both as load_mnist returns them. `once` runs a function in one process of several
@@ -173,7 +175,7 @@ def load_dataset(choice, root, once=lambda function: function(), say=print):
             return name, load_mnist(root, True, name), load_mnist(root, False, name)
         reason = f"{name} is not in {root}/{name}/raw, and its download failed ({reason})"
         if choice != "auto":
-            raise OSError(f"{reason}; put {', '.join(IDX_FILES)} there, as they are or as .gz, or take --dataset sample")
+            raise OSError(f"{reason}; put {', '.join(IDX_FILES)} there, unpacked or as .gz, or take --dataset sample")
         say(f"{reason}: going on with the bundled sample of 5,000 digits")
     return "sample", load_mnist(SAMPLE, True), load_mnist(SAMPLE, False)
 
@@ -246,8 +248,8 @@ def augment(images, generator, shift=2.0, degrees=10.0, scale=0.1):
     cos, sin = torch.cos(angle) / zoom, torch.sin(angle) / zoom  # divided: the grid leads from output to input
     x = ((torch.arange(W) * 2 + 1) / W - 1).view(1, 1, W)  # centres of the pixels, in -1..1
     y = ((torch.arange(H) * 2 + 1) / H - 1).view(1, H, 1)
-    # Written out: F.affine_grid does it by a batch of tiny matrix products, and takes longer than all the rest together.
-    grid = torch.stack([cos * x - sin * y + dx, sin * x + cos * y + dy], dim=-1)  # (B, H, W, 2): whence each pixel comes
+    # Written out: F.affine_grid does it by a batch of tiny matrix products and takes longer than all the rest together.
+    grid = torch.stack([cos * x - sin * y + dx, sin * x + cos * y + dy], dim=-1)  # (B, H, W, 2): where pixels come from
     return F.grid_sample(images, grid, align_corners=False)  # bilinear; outside is 0
 
 
@@ -296,10 +298,11 @@ def make_sampler(labels, seed=0, world_size=1, rank=0, balanced=False):
 def seed_worker(worker_id):
     """Prepares a worker process of a DataLoader. torch has seeded the worker's global generators already, NumPy's too.
 
-    Ctrl-C reaches every process of a terminal. The workers go on, for the main process needs their batches to finish
-    its step, and ends them itself.
+    Ctrl-C, and often SIGTERM, reach all processes of a group. The workers go on, for the main process needs their
+    batches to finish its step, and ends them itself; if it dies, they notice.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def make_loader(dataset, batch_size, sampler=None, workers=0, pin_memory=False, seed=0):
@@ -331,11 +334,11 @@ if __name__ == "__main__":
     images, labels, classes = load_mnist(SAMPLE)
     train, val = split_validation(len(images), 5000, seed=0)
     pixels = images / 255
-    print(f"images {images.dtype} {tuple(images.shape)}, labels {labels.dtype} {tuple(labels.shape)}, classes {classes}")
-    print(f"split {len(train)} + {len(val)}; mean {pixels.mean():.4f}, std {pixels.std():.4f} (all MNIST: {MEAN}, {STD})")
+    print(f"images {images.dtype} {tuple(images.shape)}, labels {labels.dtype} {tuple(labels.shape)}, {classes}")
+    print(f"{len(train)} + {len(val)}; mean {pixels.mean():.4f}, std {pixels.std():.4f} (all of MNIST: {MEAN}, {STD})")
     print("\nthree digits, and the same three augmented:")
     for augmented in (False, True):
         three, _ = Digits(images, labels, classes, augmented).__getitems__([3, 4, 5])
         print("\n".join("   ".join(rows) for rows in zip(*(picture(image[0]) for image in three))))
     x, y = next(iter(make_loader(Digits(images, labels, classes, augment=True), 128, make_sampler(labels))))
-    print(f"\na batch: images {x.dtype} {tuple(x.shape)}, {x.min():.4f} to {x.max():.4f}; labels {y.dtype} {tuple(y.shape)}")
+    print(f"\na batch: images {x.dtype} {tuple(x.shape)} in {x.min():.4f} to {x.max():.4f}, labels {tuple(y.shape)}")

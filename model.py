@@ -32,7 +32,7 @@ class SimpleCNN(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, images):
-        # Textbooks write pool(relu(x)). ReLU is monotone: the largest of four numbers stays the largest. So relu(pool(x))
+        # Textbooks write pool(relu(x)). ReLU is monotone, so the largest of four stays the largest: relu(pool(x))
         # is the same function to the bit, gradients included, and ReLU has a quarter of the elements to go through.
         x = F.relu(F.max_pool2d(self.conv1(images), 2))  # (B, C, 14, 14)
         x = F.relu(F.max_pool2d(self.conv2(x), 2))  # (B, 2C, 7, 7)

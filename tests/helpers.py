@@ -38,16 +38,20 @@ def gzip_files(raw):
         (raw / file).unlink()
 
 
-def program(*args, cwd, before="", prefix=(sys.executable,), **kwargs):
-    """Starts train.py as a process in folder `cwd`; `before` is Python that runs first in it. Its output is piped."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "error::FutureWarning,error::UserWarning"}
+def program(*args, cwd, before="", ranks=0, **kwargs):
+    """Starts train.py as a process in folder `cwd`, or as many as `ranks` under torchrun. Its output is piped.
+
+    `before` is Python that runs first, in the same process.
+    """
+    script = ROOT / "train.py"
     if before:
-        command = [*prefix, "-c", f"import sys\n{before}\nimport train\ntrain.main(sys.argv[1:])"]
-    else:
-        command = [*prefix, str(ROOT / "train.py")]
-    return subprocess.Popen(
-        [*command, *map(str, args)], cwd=cwd, env=env, text=True, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **kwargs}
-    )
+        script = Path(cwd) / "before_train.py"
+        script.write_text(f"import sys\nif __name__ == '__main__':\n    exec({before!r})\n    import runpy\n    runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks else ()
+    # torch's warnings about our code are errors here too; the worker processes inherit it.
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "error::FutureWarning,error::UserWarning"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **kwargs}
+    return subprocess.Popen([sys.executable, *torchrun, str(script), *map(str, args)], cwd=cwd, env=env, text=True, **pipes)
 
 
 def run_program(*args, cwd, timeout=120, **kwargs):

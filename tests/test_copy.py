@@ -1,0 +1,202 @@
+"""The copy rule: each public function and class, pasted under common imports with what its docstring says it needs, runs."""
+
+import ast
+import inspect
+import os
+import re
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import data
+import model
+import train
+import utils
+from helpers import ROOT, write_mnist
+
+IMPORTS = """
+import argparse, copy, csv, ctypes, gzip, io, json, math, os, random, shutil, signal, socket, struct, sys, tempfile
+import threading, time, zipfile, zlib
+from contextlib import contextmanager, nullcontext
+from importlib import metadata
+from itertools import islice
+from pathlib import Path
+import fcntl
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRandomSampler
+import utils, data, model as networks
+"""
+
+CPU = torch.device("cpu")
+digits = data.load_mnist(data.SAMPLE)
+few = digits[0][:20], digits[1][:20], digits[2]
+batch = torch.rand(4, 1, 28, 28), torch.arange(4)
+
+
+def a_file(folder):
+    utils.save_checkpoint(folder / "a.pt", {"model": model.SimpleCNN(2).state_dict(), "world_size": 1})
+    return folder / "a.pt"
+
+
+def train_it(f, folder):
+    args = train.parse_args(["--width", "2", "--amp", "off"])
+    net, loader = model.SimpleCNN(2), data.make_loader(data.Digits(*few), 5, data.make_sampler(few[1]))
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    return f(net, loader, train.build_optimizer(net, args, CPU), off, train.new_state(4), args, CPU)["step"] == 4
+
+
+def restore_it(f, folder):
+    args = train.parse_args(["--resume", "a.pt"])
+    net = model.SimpleCNN(2)
+    optimizer, off, state = train.build_optimizer(net, args, CPU), torch.amp.GradScaler("cpu", enabled=False), {"epoch": 0}
+    state |= {"batch": 0}
+    saved = {"epoch": 3, "rng": [utils.rng_state()], "batch": 2, "optimizer": optimizer.state_dict(), "scaler": {}, "args": vars(args), "sums": [None]}
+    f(saved | {"data": {}, "world_size": 1}, args, {}, state, optimizer, off)
+    return state == {"epoch": 3, "batch": 2, "sums": None}
+
+
+# For each name: runs the lifted object and says whether it did its work.
+RUNS = {
+    "model.SimpleCNN": lambda f, folder: f(2)(batch[0]).shape == (4, 10),
+    "model.count_parameters": lambda f, folder: f(torch.nn.Linear(2, 3)) == 9,
+    "data.has_mnist": lambda f, folder: f(data.SAMPLE) and not f(folder),
+    "data.fetch_mnist": lambda f, folder: f(data.SAMPLE) is None,
+    "data.read_idx": lambda f, folder: f(data.SAMPLE / "MNIST/raw/t10k-labels-idx1-ubyte", 1).shape == (1000,),
+    "data.check_labels": lambda f, folder: f(few[1], few[2]) is None,
+    "data.load_mnist": lambda f, folder: len(f(data.SAMPLE)[0]) == 4000,
+    "data.load_dataset": lambda f, folder: write_mnist(folder) and f("mnist", folder)[0] == "MNIST" and f("sample", "")[0] == "sample",
+    "data.split_validation": lambda f, folder: len(f(24, 5, 0)[1]) == 2,
+    "data.Digits": lambda f, folder: f(*few, augment=True).__getitems__([1, 2])[0].shape == (2, 1, 28, 28),
+    "data.augment": lambda f, folder: f(batch[0], torch.Generator()).shape == (4, 1, 28, 28),
+    "data.normalize": lambda f, folder: f(batch[0]).shape == (4, 1, 28, 28),
+    "data.collate_images": lambda f, folder: f(batch)[1] is batch[1],
+    "data.BalancedSampler": lambda f, folder: len(list(f(few[1], 2, 0))) == 10,
+    "data.make_sampler": lambda f, folder: len(list(f(few[1]))) == len(list(f(few[1], balanced=True))) == 20,
+    "data.seed_worker": lambda f, folder: seed_worker_runs(f),
+    "data.make_loader": lambda f, folder: len(next(iter(f(data.Digits(*few), 5)))[1]) == 5,
+    "utils.number": lambda f, folder: f(int, 0, 9)("7") == 7,
+    "utils.one_line": lambda f, folder: ends_with_2(f),
+    "utils.show": lambda f, folder: f("line") is None,
+    "utils.pick_device": lambda f, folder: f("cpu").type == "cpu",
+    "utils.pick_amp": lambda f, folder: f(None, CPU) == "off",
+    "utils.keep_freed_memory": lambda f, folder: f() is None,
+    "utils.set_seed": lambda f, folder: f(0) is None,
+    "utils.rng_state": lambda f, folder: set(f()) == {"python", "torch", "cuda"},
+    "utils.set_rng_state": lambda f, folder: f(utils.rng_state()) is None,
+    "utils.caught_signals": lambda f, folder: catches(f),
+    "utils.init_distributed": lambda f, folder: f(CPU) == (0, 1, CPU),
+    "utils.sum_over_ranks": lambda f, folder: f(torch.ones(1)).item() == 1,
+    "utils.gather_over_ranks": lambda f, folder: f(3) == [3],
+    "utils.once_per_machine": lambda f, folder: f(lambda: 3) == 3,
+    "utils.lr_at": lambda f, folder: f(0, 10, 1.0) == 1.0,
+    "utils.drop_on_plateau": lambda f, folder: f(0, 2, False) == (1, 0),
+    "utils.new_folder": lambda f, folder: f(str(folder / "new"), "").is_dir(),
+    "utils.write_atomically": lambda f, folder: f(folder / "a", lambda file: file.write(b"x")) is None,
+    "utils.write_csv": lambda f, folder: f(folder / "a", [{"x": 1}]) is None,
+    "utils.write_json": lambda f, folder: f(folder / "a", {"x": 1}) is None,
+    "utils.versions": lambda f, folder: set(f()) == {"torch", "torchvision"},
+    "utils.plain_weights": lambda f, folder: set(f(torch.nn.Linear(1, 1))) == {"weight", "bias"},
+    "utils.save_checkpoint": lambda f, folder: f(folder / "a.pt", {"model": {}}) is None,
+    "utils.load_checkpoint": lambda f, folder: "conv1.weight" in f(a_file(folder))["model"],
+    "utils.load_weights": lambda f, folder: f(model.SimpleCNN(2), model.SimpleCNN(2).state_dict()) is None,
+    "utils.restore": restore_it,
+    "utils.load_matching": lambda f, folder: len(f(model.SimpleCNN(2), model.SimpleCNN(2).state_dict())[0]) == 8,
+    "utils.confusion_table": lambda f, folder: f(torch.eye(2, dtype=torch.int64), ["cat", "dog"]).count("100.0%") == 2,
+    "train.parse_args": lambda f, folder: f(["--epochs", "3"]).epochs == 3,
+    "train.build_model": lambda f, folder: f(SimpleNamespace(width=2, dropout=0.1), "ab").fc2.out_features == 2,
+    "train.build_optimizer": lambda f, folder: len(f(model.SimpleCNN(2), SimpleNamespace(lr=1, weight_decay=0), CPU).param_groups) == 2,
+    "train.autocast": lambda f, folder: f(CPU, "bf16").__enter__() is not None or True,
+    "train.train_one_epoch": train_it,
+    "train.check_finite": lambda f, folder: f(torch.ones(6), 0) == (1, 1, 1),
+    "train.evaluate": lambda f, folder: f(model.SimpleCNN(2), data.make_loader(data.Digits(*few), 7), CPU)["samples"] == 20,
+    "train.new_state": lambda f, folder: f(5)["total_steps"] == 5,
+}
+
+
+def seed_worker_runs(f):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    f(0)
+    ignored = all(signal.getsignal(number) == signal.SIG_IGN for number in before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return ignored
+
+
+def ends_with_2(f):
+    with pytest.raises(SystemExit) as end, f(ValueError):
+        raise ValueError("x")
+    return end.value.code == 2
+
+
+def catches(f):
+    with f() as caught:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return caught == [signal.SIGTERM]
+
+
+def public(module):
+    tree = ast.parse(inspect.getsource(module))
+    return {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+
+def constants(module):
+    tree = ast.parse(inspect.getsource(module))
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            for name in ast.walk(node.targets[0]):
+                if isinstance(name, ast.Name):
+                    found[name.id] = ast.unparse(node)
+    return found
+
+
+def needs(node):
+    """Names after "Needs:" in the docstring, up to the full stop."""
+    found = re.search(r"Needs: (.+?)\.(\s|$)", ast.get_docstring(node) or "", re.S)
+    return [name for name in re.split(r",\s+", found[1]) if "." not in name] if found else []
+
+
+ALL = [(module, name) for module in (model, data, utils, train) for name in public(module) if name != "main"]
+
+
+def test_every_public_object_is_run_here():
+    assert sorted(RUNS) == sorted(f"{module.__name__}.{name}" for module, name in ALL)
+
+
+@pytest.mark.parametrize("module, name", ALL, ids=lambda value: value if isinstance(value, str) else value.__name__)
+def test_lifted_alone_it_runs(module, name, tmp_path):
+    objects, values = public(module), constants(module)
+    wanted, pieces = [name], []
+    while wanted:  # the helpers' own needs come along
+        current = wanted.pop()
+        pieces.insert(0, ast.unparse(objects[current]) if current in objects else values[current])
+        if current in objects:
+            names = [n for n in ast.walk(objects[current]) if isinstance(n, ast.Name)]
+            own = {current} | {n.id for n in names if isinstance(n.ctx, ast.Store)} | {n.arg for n in ast.walk(objects[current]) if isinstance(n, ast.arg)}
+            used = {n.id for n in names} - own
+            needed = set(needs(objects[current]))
+            needed |= {other for other in values for name in needed if values.get(name) == values[other]}  # a, b = 0, 1
+            used_here = used & (objects.keys() | values.keys())
+            assert used_here <= needed, f"{current} uses {used_here - needed}, its docstring says it needs {needed or 'nothing'}"
+            wanted += needs(objects[current])
+    namespace = {"__name__": "lifted", "__file__": module.__file__, "__doc__": "A program."}
+    exec(IMPORTS + "\n" + "\n".join(dict.fromkeys(pieces)), namespace)
+    assert RUNS[f"{module.__name__}.{name}"](namespace[name], tmp_path)
+
+
+@pytest.mark.parametrize("module, words", [
+    ("data", ["torch.uint8 (4000, 28, 28)", "@@@", "3667 + 333"]), ("model", ["421,642", "(2, 64, 14, 14)"]), ("utils", ["cosine", "###"]),
+])
+def test_each_module_shows_itself(module, words):
+    done = subprocess.run([sys.executable, ROOT / f"{module}.py"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr
+    for word in words:
+        assert word in done.stdout, done.stdout
