@@ -2,6 +2,8 @@
 
 python train.py --epochs 10                                    train; everything else has a default
 python train.py --epochs 10 --amp bf16 --batch-size 512        mixed precision, larger batches
+python train.py --resume runs/mnist-cnn-1/last.pt              go on, from any step, as if nothing had happened
+python train.py --evaluate runs/mnist-cnn-1/best.pt            loss, accuracy and confusion matrix of the test set
 python train.py --dry-run                                      two batches of everything, from end to end
 torchrun --standalone --nproc-per-node 2 train.py --epochs 10  several processes, the same flags
 
@@ -12,11 +14,14 @@ Letters: B samples in a batch, K classes.
 """
 
 import argparse
+import copy
 import math
+import signal
 import sys
 import time
 from contextlib import nullcontext
 from itertools import islice
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,13 +33,16 @@ import model as networks
 import utils
 
 
-def parse_args(argv=None):
-    """The command line as a Namespace. A wrong value ends the program with status 2 and one line."""
+def parse_args(argv=None, stored=None):
+    """The command line as a Namespace. A wrong value ends the program with status 2 and one line.
+
+    `stored`, the arguments in a checkpoint, are the defaults then: what is given on the command line wins.
+    """
     parser = argparse.ArgumentParser(
         usage="python train.py [flags]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.error = lambda message: parser.exit(2, f"train.py: error: {message} (see --help)\n")
-    count, share = utils.number(int, 1, 1e9), utils.number(float, 0, 1)
+    count, share, switch = utils.number(int, 1, 1e9), utils.number(float, 0, 1), argparse.BooleanOptionalAction
 
     add = parser.add_argument_group("data").add_argument
     add("--dataset", default="auto", choices=("auto", "mnist", "fashion-mnist", "sample"),
@@ -44,7 +52,8 @@ def parse_args(argv=None):
         help="training samples held out for validation, at most a twelfth; 0: none (default 5000)")
     add("--workers", default=0, type=utils.number(int, 0, 256), metavar="N",
         help="processes that load data; 0: none, the fastest for data in memory (default 0)")
-    add("--no-augment", dest="augment", action="store_false", help="train on images that are not distorted (default off)")
+    add("--augment", default=True, action=switch, help="shift, turn and scale the training images (default on)")
+    add("--balanced", default=False, action=switch, help="draw all classes equally often, by replacement (default off)")
 
     add = parser.add_argument_group("model").add_argument
     add("--width", default=32, type=count, metavar="C", help="channels of the first layer, others follow (default 32)")
@@ -54,10 +63,11 @@ def parse_args(argv=None):
     add("--epochs", default=10, type=count, metavar="N", help="passes over the training set (default 10)")
     add("--batch-size", default=128, type=count, metavar="B", help="samples a forward pass and process (default 128)")
     add("--accum", default=1, type=count, metavar="N", help="batches whose gradients make one step (default 1)")
-    add("--lr", default=2e-3, type=utils.number(float, 1e-9, 1e3), metavar="LR", help="peak learning rate (default 2e-3)")
+    add("--lr", default=2e-3, type=utils.number(float, 1e-9, 1e3), help="peak learning rate (default 2e-3)")
     add("--weight-decay", default=0.05, type=utils.number(float, 0, 1e3), metavar="W",
         help="AdamW's, on weights, not on biases; 0: off (default 0.05)")
-    add("--schedule", default="cosine", choices=("cosine", "constant"), help="after the warm-up (default cosine)")
+    add("--schedule", default="cosine", choices=("cosine", "step", "one-cycle", "plateau", "constant"),
+        help="of the learning rate, after the warm-up (default cosine)")
     add("--warmup", default=0.1, type=share, metavar="SHARE",
         help="share of all steps during which the learning rate rises; 0: off (default 0.1)")
     add("--label-smoothing", default=0.05, type=share, metavar="S",
@@ -66,16 +76,24 @@ def parse_args(argv=None):
         help="largest norm of the gradient; 0: off (default 1)")
 
     add = parser.add_argument_group("machine").add_argument
-    add("--device", default="auto", metavar="DEV", help="cpu, cuda, mps or xpu (default auto: not cpu, if it can be helped)")
+    add("--device", default="auto", metavar="DEV", help="cpu, cuda, mps, xpu (default auto: cpu if there is no other)")
     add("--amp", choices=("off", "fp16", "bf16"), help="mixed precision (default bf16 on a GPU that has it, else off)")
-    add("--compile", action="store_true", help="torch.compile: a slow start, for a faster GPU (default off)")
-    add("--no-channels-last", dest="channels_last", action="store_false", help="NCHW in memory: slower (default off)")
-    add("--deterministic", action="store_true", help="reproducible on a GPU too, but slower (default off)")
+    add("--compile", default=False, action=switch, help="torch.compile: a slow start, for a faster GPU (default off)")
+    add("--channels-last", default=True, action=switch, help="NHWC in memory, faster than NCHW (default on)")
+    add("--deterministic", default=False, action=switch, help="reproducible on a GPU too, but slower (default off)")
 
     add = parser.add_argument_group("run").add_argument
     add("--out", metavar="DIR", help="the run's folder (default runs/<data>-<model>-<n>, the next free n)")
-    add("--seed", default=0, type=utils.number(int, 0, 2**32 - 1), metavar="N", help="of all that is random (default 0)")
+    add("--seed", default=0, type=utils.number(int, 0, 2**32 - 1), metavar="N", help="of all random draws (default 0)")
     add("--dry-run", action="store_true", help="two batches of training, validation and test (default off)")
+    add("--save-every", default=0, type=utils.number(int, 0, 1e9), metavar="N",
+        help="write last.pt every N steps as well as after each epoch; 0: off (default 0)")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--resume", metavar="CKPT", help="go on from this checkpoint; its arguments are the defaults (default none)")
+    add("--init", metavar="CKPT", help="begin with the weights of this checkpoint that fit (default none)")
+    add("--evaluate", metavar="CKPT", help="do not train; evaluate this checkpoint on the test set (default none)")
+    once = ("device", "out", "dry_run", "resume", "init", "evaluate")  # of one run of the program, not of the training
+    parser.set_defaults(**{key: value for key, value in (stored or {}).items() if key not in once})
     return parser.parse_args(argv)
 
 
@@ -99,7 +117,7 @@ def build_optimizer(model, args, device):
 
 
 def autocast(device, amp):
-    """Matrix products and convolutions in 16 bits where `amp` is fp16 or bf16; sums, norms and losses stay in float32."""
+    """Where `amp` is fp16 or bf16: products and convolutions in 16 bits, sums, norms and losses in float32."""
     dtype = torch.float16 if amp == "fp16" else torch.bfloat16
     return torch.amp.autocast(device.type, dtype=dtype, enabled=amp != "off")
 
@@ -109,31 +127,41 @@ def autocast(device, amp):
 LOSS, CORRECT, SAMPLES, NORM, TAKEN, FINITE = range(6)  # what is summed over an epoch, in one tensor on the device
 
 
-def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=print):
+def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=print, after_step=lambda: None):
     """Trains for one epoch and returns its metrics as a dict. Needs: autocast, check_finite, LOSS, utils.lr_at.
 
     model, optimizer, scaler  on `device`; the scaler is enabled for fp16 alone
     loader                    images float (B, 1, 28, 28), labels int64 (B,)
-    state                     dict: epoch (from 0), total_steps; step (of the optimizer) and skipped are counted here
+    state                     where the run is, updated after each step, so that a checkpoint can be written there:
+                              epoch, batch (of this epoch, done), step (of the optimizer), skipped, sums (over this
+                              epoch, or None); and total_steps, drops for the schedule
     args                      accum, lr, warmup, schedule, label_smoothing, clip, amp
     show                      takes a line on the progress now and then
+    after_step                is called after each step
 
     Raises FloatingPointError, with epoch and step, if the loss or the gradient is not finite.
     """
     model.train()
     loader.sampler.set_epoch(state["epoch"])  # without it every epoch has the order of the first
     batches = iter(loader)
-    windows = math.ceil(len(loader) / args.accum)
-    sums = torch.zeros(6, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    if state["batch"]:  # a resumed epoch: pass over what was trained on before it stopped
+        rng = utils.rng_state()
+        for _ in range(state["batch"]):
+            next(batches)
+        utils.set_rng_state(rng)  # a transform that draws from the global generators has drawn once more
+    if state["sums"] is None:
+        state["sums"] = torch.zeros(6, dtype=torch.float32 if device.type == "mps" else torch.float64)
+    sums = state["sums"] = state["sums"].to(device)
     started = printed = time.perf_counter()
-    waited = 0.0
+    waited, seen, first, windows = 0.0, 0, math.ceil(state["batch"] / args.accum), math.ceil(len(loader) / args.accum)
 
-    for index in range(windows):
+    for index in range(first, windows):
         # The whole window is drawn first: the number of its samples must be known before the first backward pass.
         before = time.perf_counter()
         window = list(islice(batches, args.accum))  # at the end of an epoch a short one: dropped batches are lost data
         waited += time.perf_counter() - before
         count = sum(len(labels) for _, labels in window)
+        seen += count
 
         optimizer.zero_grad(set_to_none=True)
         loss_sum = 0.0
@@ -155,7 +183,7 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
             sums[CORRECT] += (logits.detach().argmax(1) == labels).sum()
 
         total = state["total_steps"]
-        lr = utils.lr_at(state["step"], total, args.lr, args.warmup * total, args.schedule)
+        lr = utils.lr_at(state["step"], total, args.lr, args.warmup * total, args.schedule, state["drops"])
         for group in optimizer.param_groups:
             group["lr"] = lr
         scaler.unscale_(optimizer)  # first: the bound is on the gradient, not on 65,536 times the gradient
@@ -166,9 +194,10 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
         taken = scaler.get_scale() >= scale  # the scaler lowers its scale when it has skipped, and only then
         state["step"] += taken  # so a skipped step does not advance the schedule
         state["skipped"] += not taken
+        state["batch"] += len(window)
 
-        # NaN and infinity stay in a sum, so FINITE stops counting at the first. Looking at it can wait for the next line
-        # that is printed: .item(), print(loss), `if loss > x` stop the loop, which on a GPU runs ahead of the arithmetic.
+        # NaN and infinity stay in a sum, so FINITE stops counting at the first, and looking at it can wait for the next
+        # line that is printed: .item(), print(loss) and `if loss > x` halt a loop that runs ahead of the GPU.
         sums[LOSS] += loss_sum
         sums[SAMPLES] += count
         sums[NORM] += norm if taken else 0.0
@@ -179,20 +208,21 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
             printed = now
             loss, accuracy, _ = check_finite(sums, state["epoch"])
             passed = now - started
-            left = passed / (index + 1) * (total - state["epoch"] * windows - index - 1)
+            left = passed / (index + 1 - first) * (total - state["epoch"] * windows - index - 1)
             show(
                 f"step {index + 1}/{windows} loss {loss:.3f} acc {100 * accuracy:.1f} % lr {lr:.1e} "
-                f"{sums[SAMPLES].item() / passed:.0f} images/s data {100 * waited / passed:.0f} % "
+                f"{seen / passed:.0f} images/s data {100 * waited / passed:.0f} % "
                 f"{left // 60:.0f}:{left % 60:02.0f} left"
             )
+        after_step()
 
     seconds = time.perf_counter() - started
     check_finite(sums, state["epoch"])
-    loss, accuracy, norm = check_finite(utils.sum_over_ranks(sums), state["epoch"])
+    loss, accuracy, norm = check_finite(utils.sum_over_ranks(sums.clone()), state["epoch"])
     return {
-        "epoch": state["epoch"] + 1, "step": state["step"], "skipped": state["skipped"], "lr": lr,
-        "train_loss": loss, "train_accuracy": accuracy, "grad_norm": norm,
-        "seconds": seconds, "images_per_second": sums[SAMPLES].item() / seconds, "waiting": waited / seconds,
+        "epoch": state["epoch"] + 1, "step": state["step"], "skipped": state["skipped"],
+        "lr": optimizer.param_groups[0]["lr"], "train_loss": loss, "train_accuracy": accuracy, "grad_norm": norm,
+        "seconds": seconds, "images_per_second": seen / seconds, "waiting": waited / seconds,
     }
 
 
@@ -201,14 +231,14 @@ def check_finite(sums, epoch):
     loss, correct, samples, norm, taken, finite = sums.tolist()  # here the host waits for the device
     if not math.isfinite(loss + norm):
         raise FloatingPointError(
-            f"epoch {epoch + 1}, step {finite + 1:.0f}: the loss or its gradient is not finite (summed: {loss:g}, {norm:g}); "
+            f"epoch {epoch + 1}, step {finite + 1:.0f}: loss or gradient is not finite (sums {loss:g}, {norm:g}); "
             "look at the data of this step, or lower --lr"
         )
     return loss / samples, correct / samples, norm / max(1.0, taken)
 
 
 @torch.no_grad()  # keeps no graph. eval() is another thing, it turns dropout off: evaluation needs both
-def evaluate(model, loader, device, amp="off"):
+def evaluate(model, loader, device, amp="off", before_batch=lambda: None):
     """Mean loss and accuracy over the samples of all ranks, as a dict. Needs: autocast, utils.sum_over_ranks.
 
     Also "samples", their number, and "confusion", int64 (K, K): how often label i (row) was taken for class j (column).
@@ -219,6 +249,7 @@ def evaluate(model, loader, device, amp="off"):
     loss = torch.zeros((), device=device)
     confusion = torch.zeros(K * K, dtype=torch.int64, device=device)
     for images, labels in loader:
+        before_batch()
         images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
         with autocast(device, amp):
             logits = model(images)  # (B, K)
@@ -239,15 +270,30 @@ def evaluate(model, loader, device, amp="off"):
 # ---------------------------------------------------------------------------------------------------- the program
 
 
+def new_state(total_steps):
+    """Where a run is that has not begun. With model, optimizer, scaler and generators this is all that changes."""
+    return {
+        "epoch": 0, "batch": 0, "step": 0, "skipped": 0, "sums": None,  # see train_one_epoch
+        "total_steps": total_steps, "drops": 0, "waited": 0,  # see utils.drop_on_plateau
+        "metrics": [], "best": None,  # a row for each epoch; the row of best.pt
+        "test": None,  # accuracy and loss, once all epochs are done
+    }
+
+
 def main(argv=None):
-    """The program, in the order of time: data, model, arithmetic, epochs, test."""
-    args = parse_args(argv)
+    """The program, in the order of time: arguments, data, model, arithmetic, epochs, test."""
+    args, checkpoint = parse_args(argv), None
     with utils.one_line(ValueError, OSError):
+        if args.resume or args.evaluate or args.init:
+            checkpoint = utils.load_checkpoint(args.resume or args.evaluate or args.init)
+            if not args.init:
+                args = parse_args(argv, checkpoint.get("args"))
         device = utils.pick_device(args.device)
         rank, world_size, device = utils.init_distributed(device)
         say = utils.show if rank == 0 else lambda *_, **__: None
         args.amp = utils.pick_amp(args.amp, device)
-        utils.set_seed(args.seed, args.deterministic)
+        utils.keep_freed_memory()
+        utils.set_seed(args.seed + rank, args.deterministic)  # ranks drop different units; DDP gives them equal weights
 
         name, train, test = data.load_dataset(args.dataset, args.data_dir, utils.once_per_machine, say)
         images, labels, classes = train
@@ -256,92 +302,143 @@ def main(argv=None):
         train_set = data.Digits(images[train_part], labels[train_part], classes, args.augment, args.seed)
         val_set = data.Digits(images[val_part], labels[val_part], classes)
         test_set = data.Digits(test[0][:few], test[1][:few], classes)
-        folder = utils.new_folder(args.out, f"{name.lower()}-cnn") if rank == 0 else None
-        folder = utils.gather_over_ranks(folder)[0]
+        facts = {"name": name, "train": len(train_set), "val": len(val_set), "test": len(test_set)}
 
-    sampler = data.make_sampler(train_set.labels, args.seed, world_size, rank)
+        model = build_model(args, classes)
+        parameters = networks.count_parameters(model)
+        if checkpoint and args.init:
+            taken, left = utils.load_matching(model, checkpoint["model"])
+            say(f"{args.init}: took {', '.join(taken) or 'nothing'}; left {', '.join(left) or 'nothing'}")
+            if not taken:
+                raise ValueError(f"--init {args.init}: nothing in it fits this model")
+        elif checkpoint:
+            utils.load_weights(model, checkpoint["model"])
+
     pin = device.type == "cuda"
+    sampler = data.make_sampler(train_set.labels, args.seed, world_size, rank, args.balanced)
     train_loader = data.make_loader(train_set, args.batch_size, sampler, args.workers, pin, args.seed)
     # Evaluation deals each sample to one rank. A DistributedSampler would repeat some to make the ranks equal.
     val_loader = data.make_loader(val_set, 500, range(rank, len(val_set), world_size), 0, pin)
     test_loader = data.make_loader(test_set, 500, range(rank, len(test_set), world_size), 0, pin)
 
-    model = build_model(args, classes)
-    parameters = networks.count_parameters(model)
     # The convolution kernels of CPUs and of tensor cores compute in channels-last: about 3 times faster on a CPU.
     # Converting the weights is enough here, for an image of one channel is in both layouts at once.
     model = model.to(device, memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
     if args.compile:
         model.compile()  # in place: torch.compile(model) would put _orig_mod. before every key of the checkpoint
-    optimizer = build_optimizer(model, args, device)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # bf16 has float32's range and needs none
-    wrapped = DistributedDataParallel(model) if world_size > 1 else model
-
-    epochs = 1 if args.dry_run else args.epochs
-    steps = math.ceil(len(train_loader) / args.accum)
-    # epoch: how many are done; step: taken by the optimizer; best: the row of metrics that belongs to best.pt
-    state = {"epoch": 0, "step": 0, "skipped": 0, "total_steps": epochs * steps, "best": None, "metrics": []}
 
     def title(part):
         """What stands beside every accuracy, so that nobody takes one data set for the other."""
         return f"({name}, {len(part):,} {'images' if name == 'FashionMNIST' else 'digits'})"
+
+    if args.evaluate:
+        result = evaluate(model, test_loader, device, args.amp)
+        say(utils.confusion_table(result["confusion"], classes))
+        say(f"test accuracy {100 * result['accuracy']:.2f} % {title(test_set)}, loss {result['loss']:.4f}: "
+            f"{args.evaluate}")
+        return
+
+    optimizer = build_optimizer(model, args, device)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # bf16 has float32's range and needs none
+    wrapped = DistributedDataParallel(model) if world_size > 1 else model
+    epochs = 1 if args.dry_run else args.epochs
+    steps = math.ceil(len(train_loader) / args.accum)
+    state = new_state(epochs * steps)
+    with utils.one_line(ValueError, OSError):
+        if args.resume:
+            utils.restore(checkpoint, args, facts, state, optimizer, scaler, rank, world_size, say)
+            if state["epoch"] >= epochs and state["test"]:
+                say(f"{args.resume}: nothing to do, all {epochs} epochs are done; --epochs {2 * epochs} would go on")
+                return
+        if args.resume and not args.out:
+            folder = Path(args.resume).parent
+        else:
+            folder = utils.new_folder(args.out, f"{name.lower()}-cnn") if rank == 0 else None
+            folder = utils.gather_over_ranks(folder)[0]
 
     per_step = args.batch_size * args.accum * world_size
     say(f"{type(model).__name__}: {parameters:,} parameters; {device}, mixed precision {args.amp}; results in {folder}")
     say(f"{name}: {len(train_set):,} for training, {len(val_set):,} for validation, {len(test_set):,} for the test")
     say(f"{args.batch_size} a batch x {args.accum} accumulated x {world_size} processes = {per_step} a step; "
         f"{len(train_set):,} / {per_step} = {steps} steps an epoch")
-    say(f"{steps} steps x {epochs} epochs = {epochs * steps:,} steps, of which {args.warmup * epochs * steps:.0f} of warm-up "
-        f"to lr {args.lr:g}, then {args.schedule}")
+    say(f"{steps} steps x {epochs} epochs = {epochs * steps:,} steps, {args.warmup * epochs * steps:.0f} of warm-up to "
+        f"lr {args.lr:g}, then {args.schedule}")
 
     def save(file):
-        """A plain dict; every rank has the same, so one writes."""
+        """Every rank has the same state, but for its random generators and its sums over the epoch; rank 0 writes."""
+        rng = utils.gather_over_ranks(utils.rng_state())
+        sums = utils.gather_over_ranks(None if state["sums"] is None else state["sums"].cpu())
         if rank == 0:
             utils.save_checkpoint(folder / file, {
                 "model": utils.plain_weights(model), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-                **state, "args": vars(args), "classes": classes,
+                **state, "sums": sums, "rng": rng, "args": vars(args), "classes": classes, "data": facts,
+                "world_size": world_size,
             })
 
-    def report(**final):
+    def report(test_accuracy=None, test_loss=None):
         """metrics.csv and run.json: what is needed to read the run, and to repeat it."""
         if rank == 0:
             utils.write_csv(folder / "metrics.csv", state["metrics"])
             utils.write_json(folder / "run.json", {
                 "args": vars(args), "versions": utils.versions(), "device": str(device), "world_size": world_size,
-                "dataset": {"name": name, "train": len(train_set), "val": len(val_set), "test": len(test_set)},
-                "parameters": parameters, "epochs_done": state["epoch"],
+                "dataset": facts, "parameters": parameters, "epochs_done": state["epoch"],
                 "train_seconds": sum(row["seconds"] for row in state["metrics"]),
-                "val_accuracy": state["best"]["val_accuracy"], **final,
+                "val_accuracy": state["best"]["val_accuracy"], "test_accuracy": test_accuracy, "test_loss": test_loss,
             })
 
-    with utils.one_line(OSError, FloatingPointError):
+    def leave():
+        say(f"stopped by {signal.Signals(signals[0]).name} after step {state['step']:,}; to go on: "
+            f"python train.py --resume {folder}/last.pt")
+        sys.exit(128 + signals[0])
+
+    def after_step():
+        # One rank's signal stops all ranks after the same step; alone they would wait for each other for ever.
+        if world_size > 1:
+            signals[:] = sum(utils.gather_over_ranks(list(signals)), [])
+        if signals or (args.save_every and state["step"] % args.save_every == 0):
+            check_finite(state["sums"], state["epoch"])
+            save("last.pt")
+        if signals:
+            leave()
+
+    def before_batch():  # of an evaluation, which begins with all that matters saved
+        if signals:
+            leave()
+
+    with utils.one_line(OSError, FloatingPointError), utils.caught_signals() as signals:
         while state["epoch"] < epochs:
             epoch = f"epoch {state['epoch'] + 1}/{epochs}"
             progress = lambda line: say(f"{epoch} {line} {title(train_set)}", over=True)
-            row = train_one_epoch(wrapped, train_loader, optimizer, scaler, state, args, device, progress)
+            row = train_one_epoch(wrapped, train_loader, optimizer, scaler, state, args, device, progress, after_step)
+            save("last.pt")
             say(f"{epoch}  training loss {row['train_loss']:.4f}  accuracy {100 * row['train_accuracy']:.2f} % "
                 f"{title(train_set)}  {row['seconds']:.1f} s, {100 * row['waiting']:.1f} % of it waiting for data")
-            state["epoch"] += 1
             row |= {"val_loss": None, "val_accuracy": None}
             if len(val_set):
-                result = evaluate(model, val_loader, device, args.amp)
+                result = evaluate(model, val_loader, device, args.amp, before_batch)
                 row |= {"val_loss": result["loss"], "val_accuracy": result["accuracy"]}
                 say(f"{epoch}  validation loss {result['loss']:.4f}  accuracy {100 * result['accuracy']:.2f} % "
                     f"{title(val_set)}")
-            state["metrics"].append(row)
             # Without a validation set the last epoch is taken: to choose by the test set would be to train on it.
             quality = lambda row: (row["val_accuracy"], -row["val_loss"])
-            if not state["best"] or not len(val_set) or quality(row) > quality(state["best"]):
+            better = not state["best"] or not len(val_set) or quality(row) > quality(state["best"])
+            state["drops"], state["waited"] = utils.drop_on_plateau(state["drops"], state["waited"], better)
+            state |= {"epoch": state["epoch"] + 1, "batch": 0, "sums": None, "test": None}
+            state["metrics"].append(row)
+            if better:
                 state["best"] = row
                 save("best.pt")
             save("last.pt")
             report()
 
         # The test set is read here, once, by the weights that the validation set has chosen.
-        best = utils.load_checkpoint(folder / "best.pt")["model"] if rank == 0 else None
-        model.load_state_dict(utils.gather_over_ranks(best)[0])
-        result = evaluate(model, test_loader, device, args.amp)
-        report(test_accuracy=result["accuracy"], test_loss=result["loss"])
+        chosen = copy.deepcopy(model)  # the run itself may go on some day, from where it is
+        weights = utils.load_checkpoint(folder / "best.pt")["model"] if rank == 0 else None
+        chosen.load_state_dict(utils.gather_over_ranks(weights)[0])
+        result = evaluate(chosen, test_loader, device, args.amp, before_batch)
+        state["test"] = {"accuracy": result["accuracy"], "loss": result["loss"]}
+        save("last.pt")
+        report(result["accuracy"], result["loss"])
     say(f"test accuracy {100 * result['accuracy']:.2f} % {title(test_set)}, loss {result['loss']:.4f}: "
         f"{folder}/best.pt, of epoch {state['best']['epoch']}")
 
@@ -349,6 +446,8 @@ def main(argv=None):
 if __name__ == "__main__":
     try:
         main()
+    except KeyboardInterrupt:  # before the training or in --evaluate: there is nothing to save
+        sys.exit(130)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -55,7 +55,7 @@ def arguments(**changes):
 
 
 def state_of(total_steps=1):
-    return {"epoch": 0, "step": 0, "skipped": 0, "total_steps": total_steps}
+    return train.new_state(total_steps)
 
 
 def off():
@@ -75,6 +75,7 @@ def run(model, dataset, batch_size, scaler=None, state=None, show=print, **chang
     optimizer, state = RecordingSGD(model.parameters(), lr=1.0), state or state_of()
     loader = loader_of(dataset, batch_size)
     metrics = train.train_one_epoch(model, loader, optimizer, scaler or off(), state, arguments(**changes), CPU, show)
+    state |= {"batch": 0, "sums": None}
     return metrics, state, optimizer
 
 
@@ -108,6 +109,7 @@ def test_windows_equal_big_batches(accum):
             loader = loader_of(Rows(x, labels, 10), batch_size)
             args = arguments(accum=accumulated, lr=0.1, clip=1.0, label_smoothing=0.1)
             train.train_one_epoch(model, loader, optimizer, off(), state, args, CPU)
+            state |= {"batch": 0, "sums": None}
         assert state["step"] == 6
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     print("largest difference", (weights[0] - weights[1]).abs().max().item())
@@ -280,6 +282,7 @@ def test_overfits_a_tiny_batch(device):
     state = state_of(40)
     for state["epoch"] in range(40):
         train.train_one_epoch(model, loader, optimizer, off(), state, args, device)
+        state |= {"batch": 0, "sums": None}
     result = train.evaluate(model, loader, device, args.amp)
     print(f"16 digits after 40 steps: loss {result['loss']:.5f}, accuracy {result['accuracy']}")
     assert result["loss"] < 0.01 and result["accuracy"] == 1.0

@@ -1,0 +1,325 @@
+"""Stopped anywhere and resumed, a run ends as the run that was never stopped: to the bit, from files, across processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import data
+import train
+import utils
+from helpers import program, run_program, write_mnist
+
+# Sends this process the signal in the middle of optimizer step `at`.
+SIGNAL_AT = """
+import os, signal, utils
+def lr_at(step, *args, real=utils.lr_at):
+    if step == {at} and os.environ.get("RANK", "0") == "0":
+        os.kill(os.getpid(), signal.{name})
+    return real(step, *args)
+utils.lr_at = lr_at
+"""
+TIMES = ("seconds", "images_per_second", "waiting")  # what two equal runs may differ in
+# 55 training digits in batches of 8, two accumulated: 4 steps an epoch, the last of one batch of 7; 12 steps in all
+FLAGS = ["--data-dir", "data", "--epochs", "3", "--batch-size", "8", "--accum", "2", "--width", "8"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    write_mnist(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def assert_same(one, other, path=""):
+    """Equal to the bit, all the way down."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), path
+        for key in one:
+            assert_same(one[key], other[key], f"{path}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), path
+        for index, pair in enumerate(zip(one, other)):
+            assert_same(*pair, f"{path}/{index}")
+    elif isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other), path
+    else:
+        assert one == other, path
+
+
+def end_of(run):
+    """All that a run has come to: weights, optimizer, scaler, learning rates, losses, random states."""
+    checkpoint = utils.load_checkpoint(f"{run}/last.pt")
+    for row in [*checkpoint["metrics"], checkpoint["best"]]:
+        for key in TIMES:
+            row.pop(key, None)
+    for key in ("out", "resume", "save_every"):
+        checkpoint["args"].pop(key)
+    return checkpoint
+
+
+def straight(*flags, out="straight"):
+    train.main([*FLAGS, *flags, "--out", out])
+    return end_of(out)
+
+
+def stopped_and_resumed(monkeypatch, at, *flags, out="stopped"):
+    """Stops in step `at`, resumes to the end; both in this process, by way of the file."""
+    real = utils.lr_at
+
+    def lr_at(step, *args):
+        if step == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(step, *args)
+
+    monkeypatch.setattr(utils, "lr_at", lr_at)
+    with pytest.raises(SystemExit) as end:
+        train.main([*FLAGS, *flags, "--out", out])
+    assert end.value.code == 128 + signal.SIGTERM
+    monkeypatch.setattr(utils, "lr_at", real)
+    assert utils.load_checkpoint(f"{out}/last.pt")["step"] == at + 1  # the step was finished
+    torch.rand(7), torch.manual_seed(123)  # nothing of this process's state may matter
+    train.main(["--resume", f"{out}/last.pt"])
+    return end_of(out)
+
+
+@pytest.mark.parametrize("flags, stops", [
+    ("", (0, 3, 5, 7, 11)),  # the first step, the last of an epoch, in the middle, the very last
+    ("--workers 2", (5,)),
+    ("--amp fp16", (5,)),
+    ("--amp bf16", (5,)),
+    ("--balanced", (5,)),
+    ("--schedule step", (5, 7)),
+    ("--schedule one-cycle", (5, 7)),
+    ("--schedule constant", (5, 7)),
+    ("--schedule plateau --lr 1e-9 --epochs 5", (9, 17)),  # nothing improves: it drops
+    ("--val-size 0 --no-augment", (6,)),
+], ids=lambda value: value.replace("--", "").replace(" ", "-") or "default" if isinstance(value, str) else "")
+def test_resume_equals_the_straight_run(flags, stops, folder, monkeypatch):
+    expected = straight(*flags.split())
+    for at in stops:
+        assert_same(expected, stopped_and_resumed(monkeypatch, at, *flags.split(), out=f"stopped-{at}"))
+    lrs = [row["lr"] for row in expected["metrics"]]
+    print("learning rates by epoch", lrs)
+    if "plateau" in flags:
+        assert expected["drops"] >= 1 and lrs[-1] < lrs[1]
+
+
+def test_fp16_scale_and_growth_counter_go_on(folder, monkeypatch):
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(device, init_scale=2.0**20, growth_interval=3, enabled=enabled))
+    expected = straight("--amp", "fp16")
+    resumed = stopped_and_resumed(monkeypatch, 4, "--amp", "fp16")
+    print("skipped", expected["skipped"], "scale", expected["scaler"]["scale"], "counter", expected["scaler"]["_growth_tracker"])
+    assert expected["skipped"] > 0
+    assert_same(expected, resumed)
+
+
+def test_resume_in_another_process_after_kill(folder):
+    """What --save-every left when the process was killed without warning, resumed in a new process with other flags set."""
+    expected = straight("--workers", "2")
+    kill = SIGNAL_AT.format(at=7, name="SIGKILL")
+    status, out, err = run_program(*FLAGS, "--workers", "0", "--out", "killed", "--save-every", "3", cwd=folder, before=kill)
+    assert status == -signal.SIGKILL and utils.load_checkpoint("killed/last.pt")["step"] == 6, err
+    status, out, err = run_program("--resume", "killed/last.pt", "--workers", "2", cwd=folder)
+    print(out)
+    assert status == 0 and err == "", err
+    assert "--workers: 0 in killed/last.pt, 2 from now on" in out and "--save-every" not in out
+    assert_same(expected, end_of("killed"))
+
+
+@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143)])
+def test_signal_stops_within_10_seconds_and_leaves_no_worker(name, status, folder):
+    """Sent to the whole process group, as a terminal does."""
+    process = program(
+        *FLAGS[:2], "--epochs", "100000", "--batch-size", "8", "--workers", "2", "--out", "run", cwd=folder, start_new_session=True
+    )
+    while not (folder / "run/last.pt").exists() and process.poll() is None:
+        time.sleep(0.05)
+    sent = time.monotonic()
+    os.killpg(process.pid, getattr(signal, name))
+    out, err = process.communicate(timeout=30)
+    took = time.monotonic() - sent
+    print(out.splitlines()[-1], err, f"{took:.1f} s")
+    assert process.returncode == status and took < 10 and err.count("Traceback") == 0
+    assert f"stopped by {name}" in out and "--resume run/last.pt" in out
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # nobody is left in the group
+    assert utils.load_checkpoint("run/last.pt")["step"] > 0
+
+
+@pytest.mark.parametrize("part, finished", [("val", 0), ("test", 3)])
+def test_signal_in_evaluation(part, finished, folder, monkeypatch):
+    expected = straight()
+    evaluate = train.evaluate
+
+    def interrupted(model, loader, *args):
+        if len(loader.dataset) == (5 if part == "val" else 20):
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(model, loader, *args)
+
+    monkeypatch.setattr(train, "evaluate", interrupted)
+    with pytest.raises(SystemExit) as end:
+        train.main([*FLAGS, "--out", "stopped"])
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    checkpoint = utils.load_checkpoint("stopped/last.pt")
+    assert end.value.code == 130 and checkpoint["epoch"] == finished
+    train.main(["--resume", "stopped/last.pt"])
+    assert_same(expected, end_of("stopped"))
+
+
+def test_two_processes_stop_together_and_resume(folder):
+    flags = [*FLAGS[:4], "--batch-size", "4", "--accum", "2", "--width", "8"]
+    status, out, err = run_program(*flags, "--out", "straight", cwd=folder, ranks=2)
+    assert status == 0, err
+    # One rank alone gets the signal; both must stop after the same step, or one would wait for the other for ever.
+    stop = SIGNAL_AT.format(at=5, name="SIGTERM")
+    status, out, err = run_program(*flags, "--out", "stopped", cwd=folder, ranks=2, before=stop)
+    assert status != 0 and "stopped by SIGTERM after step 6" in out and "Traceback (most recent call last):\n  File" not in out, err
+    assert utils.load_checkpoint("stopped/last.pt")["step"] == 6
+    status, out, err = run_program("--resume", "stopped/last.pt", cwd=folder, ranks=2)
+    assert status == 0, err
+    expected = end_of("straight")
+    assert len(expected["rng"]) == 2 and not torch.equal(expected["rng"][0]["torch"], expected["rng"][1]["torch"])
+    assert_same(expected, end_of("stopped"))
+
+
+def test_finished_run_has_nothing_to_do_and_more_epochs_go_on(folder, capfd):
+    straight()
+    before = os.stat("straight/last.pt").st_mtime_ns
+    capfd.readouterr()
+    train.main(["--resume", "straight/last.pt"])
+    assert "nothing to do" in capfd.readouterr().out and os.stat("straight/last.pt").st_mtime_ns == before
+    train.main(["--resume", "straight/last.pt", "--epochs", "4"])
+    out = capfd.readouterr().out
+    assert "--epochs: 3 in straight/last.pt, 4 from now on" in out and "test accuracy" in out
+    checkpoint = utils.load_checkpoint("straight/last.pt")
+    assert (checkpoint["epoch"], checkpoint["step"], len(checkpoint["metrics"])) == (4, 16, 4)
+
+
+def test_command_line_wins(folder, capfd):
+    straight("--weight-decay", "0.1")
+    train.main(["--resume", "straight/last.pt", "--epochs", "4", "--weight-decay", "0.3", "--batch-size", "55", "--accum", "1"])
+    out = capfd.readouterr().out
+    for line in ("weight-decay: 0.1 in", "batch-size: 8 in", "accum: 2 in"):
+        assert f"--{line}" in out
+    checkpoint = utils.load_checkpoint("straight/last.pt")
+    assert [group["weight_decay"] for group in checkpoint["optimizer"]["param_groups"]] == [0.3, 0.0]
+    assert checkpoint["step"] == 13 and checkpoint["args"]["width"] == 8  # not given, so as stored
+
+
+@pytest.mark.parametrize("first, then", [("off", "fp16"), ("fp16", "off"), ("bf16", "off")])
+def test_mixed_precision_may_change(first, then, folder, monkeypatch, capfd):
+    straight("--amp", first, "--epochs", "1")
+    train.main(["--resume", "straight/last.pt", "--epochs", "2", "--amp", then])
+    out = capfd.readouterr().out
+    assert out.count(f"--amp: {first} in straight/last.pt, {then} from now on") == 1
+    checkpoint = utils.load_checkpoint("straight/last.pt")
+    assert checkpoint["epoch"] == 2 and {t.dtype for t in checkpoint["model"].values()} == {torch.float32}
+
+
+# --------------------------------------------------------------------------------------------- what is not a checkpoint
+
+
+def fails(capfd, *args):
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as end:
+        train.main([str(arg) for arg in args])
+    out, err = capfd.readouterr()
+    assert end.value.code == 2 and err.count("\n") == 1 and err.startswith("train.py: error: "), err
+    print(err)
+    return err
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--evaluate", "--init"])
+def test_what_is_not_a_checkpoint_is_one_line(flag, folder, capfd):
+    straight("--epochs", "1")
+    whole = (folder / "straight/last.pt").read_bytes()
+    weight = utils.load_checkpoint("straight/last.pt")["model"]["fc1.weight"].numpy().tobytes()
+    at = whole.index(weight[:64]) + 400
+    broken = {
+        "half.pt": whole[: len(whole) // 2], "empty.pt": b"", "text.pt": b"epoch 1\n" * 50,
+        "bit.pt": whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :],
+    }
+    for name, content in broken.items():
+        (folder / name).write_bytes(content)
+        line = fails(capfd, flag, name, "--data-dir", "data")
+        assert name in line and (name != "bit.pt" or "checksum" in line)
+    for name in ("absent.pt", "data"):
+        assert name in fails(capfd, flag, name, "--data-dir", "data")
+
+
+def test_another_structure_is_an_error_with_keys_and_shapes(folder, capfd):
+    straight("--epochs", "1")
+    line = fails(capfd, "--resume", "straight/last.pt", "--width", "16")
+    assert "conv1.weight" in line and "[8, 1, 3, 3]" in line and "[16, 1, 3, 3]" in line
+
+
+def test_other_data_is_an_error(folder, capfd):
+    straight("--epochs", "1")
+    line = fails(capfd, "--resume", "straight/last.pt", "--dataset", "sample")
+    assert "'MNIST'" in line and "'sample'" in line and "55" in line and "3667" in line
+
+
+def test_weights_alone_cannot_be_resumed_but_can_begin(folder, capfd):
+    straight("--epochs", "1")
+    utils.save_checkpoint("weights.pt", {"model": utils.load_checkpoint("straight/last.pt")["model"]})
+    assert "--init" in fails(capfd, "--resume", "weights.pt", "--data-dir", "data", "--width", "8")
+    train.main([*FLAGS, "--init", "weights.pt", "--out", "begun", "--epochs", "1"])
+    assert "weights.pt: took conv1.weight" in capfd.readouterr().out
+
+
+def test_states_of_absent_gpus_are_skipped_with_one_line(folder, capfd):
+    straight("--epochs", "1")
+    checkpoint = utils.load_checkpoint("straight/last.pt")
+    checkpoint["rng"][0]["cuda"] = [torch.zeros(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 1)
+    checkpoint["args"]["device"] = "cuda"
+    utils.save_checkpoint("straight/last.pt", checkpoint)
+    if not torch.cuda.is_available():
+        train.main(["--resume", "straight/last.pt", "--epochs", "2"])
+        assert capfd.readouterr().out.count("random states of 1 GPUs in the checkpoint, 0 GPUs here") == 1
+
+
+# ------------------------------------------------------------------------------------------------ weights, evaluation
+
+
+def test_load_matching_takes_what_fits_and_reports():
+    small, large = train.networks.SimpleCNN(8, classes=10), train.networks.SimpleCNN(8, classes=5)
+    taken, left = utils.load_matching(large, small.state_dict() | {"extra": torch.zeros(2)})
+    assert taken == [f"{layer}.{kind}" for layer in ("conv1", "conv2", "fc1") for kind in ("weight", "bias")]
+    assert [line.split(" ")[0] for line in left] == ["fc2.weight", "fc2.bias", "extra"]
+    assert "(10, 32)" in left[0] and "(5, 32)" in left[0] and "none" in left[2]
+    assert torch.equal(large.fc1.weight, small.fc1.weight)
+    _, left = utils.load_matching(large, {})
+    assert len(left) == 8 and all("only here" in line for line in left)
+
+
+def test_init_that_fits_nowhere_is_an_error(folder, capfd):
+    utils.save_checkpoint("other.pt", {"model": {"layer.weight": torch.zeros(3)}})
+    assert "nothing in it fits" in fails(capfd, "--init", "other.pt", "--data-dir", "data")
+
+
+def test_evaluate_gives_the_best_logged_value_and_the_confusion(folder, capfd):
+    straight()
+    facts = __import__("json").loads((folder / "straight/run.json").read_text())
+    capfd.readouterr()
+    train.main(["--evaluate", "straight/best.pt"])
+    out = capfd.readouterr().out
+    print(out)
+    assert f"test accuracy {100 * facts['test_accuracy']:.2f} % (MNIST, 20 digits), loss {facts['test_loss']:.4f}" in out
+    table = [line.split() for line in out.splitlines()[:11]]
+    assert table[0] == [*"0123456789", "right"] and [row[0] for row in table[1:]] == list("0123456789")
+    counts = torch.tensor([[0 if cell == "." else int(cell) for cell in row[1:11]] for row in table[1:]])
+    labels = data.load_mnist("data", train=False)[1]
+    assert torch.equal(counts.sum(1), labels.bincount(minlength=10))  # a row is a true class
+    assert counts.diag().sum().item() == round(20 * facts["test_accuracy"])
+    train.main(["--evaluate", "straight/best.pt", "--dataset", "sample"])
+    assert "(sample, 1,000 digits)" in capfd.readouterr().out
+
+
+def test_resume_init_and_evaluate_exclude_each_other(capfd):
+    assert "not allowed with" in fails(capfd, "--resume", "a", "--init", "b")
