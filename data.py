@@ -9,13 +9,12 @@ make_sampler, make_loader           the order of an epoch, and the loader that w
 
 This file knows nothing of models, devices or training. `python data.py` shows a batch on its way.
 
-Letters: N samples in a data set, B in a batch, H x W pixels, K classes.
+Letters: N samples in a data set, B in a batch, H x W pixels, K classes. "Needs" in a docstring: what to copy along.
 """
 
 import gzip
 import math
 import os
-import signal
 import socket
 import struct
 import tempfile
@@ -29,14 +28,14 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRa
 
 try:
     import fcntl
-except ImportError:  # Windows has no flock; there, several processes fetch the same files, which wastes time, no more
+except ImportError:  # Windows has no flock: there, two processes fetch each for itself, which is slow but does no harm
     fcntl = None
 
 # Mean and standard deviation over all pixels of the 60,000 training images, in 0..1. Never the test set's: a statistic
 # of the test set is a piece of it. Fashion-MNIST takes the same two: what counts is that training and use agree.
 MEAN, STD = 0.1307, 0.3081
 
-SAMPLE = Path(__file__).resolve().parent / "sample"  # 5,000 real digits in MNIST's own layout: load_mnist(SAMPLE)
+SAMPLE = Path(__file__).resolve().parent / "sample"  # 4,000 + 1,000 real digits in MNIST's layout: load_mnist(SAMPLE)
 FASHION_CLASSES = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot".split(",")
 IDX_FILES = [f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
 
@@ -53,51 +52,51 @@ def has_mnist(root, name="MNIST"):
 def fetch_mnist(root, name="MNIST", stall=10.0, limit=300.0):
     """Downloads MNIST or FashionMNIST (`name`) into root/name/raw if it is not there. Needs: has_mnist, IDX_FILES.
 
-    Returns None if the files are there now, else the reason in one line: being offline is no exception. Gives up when
-    no byte comes for `stall` seconds, or after `limit` seconds in all. Files appear whole or not at all. Of several
+    Returns None if the files are there now, else the reason in one line: being offline is no exception. A connection
+    may be silent for `stall` seconds, the whole may take `limit` seconds. Files appear whole or not at all. Of several
     processes one fetches and the others wait for it; what it could not get, they do not try again.
     """
-    raw = Path(root) / name / "raw"
-    failures = []
+    raw, lock, failures = Path(root) / name / "raw", None, []
 
     def download(folder):
-        from torchvision import datasets  # here, for the import takes a second and most runs have their data already
-
         try:
-            getattr(datasets, name)(folder, download=True)  # knows the mirrors, checks the md5, unpacks
-        except (RuntimeError, OSError) as error:
-            failures.append(str(error).strip().splitlines()[-1])  # of a list of mirrors tried, the last one's reason
+            from torchvision import datasets  # here, for it takes a second and most runs have their data already
 
-    if has_mnist(root, name):
-        return None
+            getattr(datasets, name)(folder, download=True)  # knows the mirrors, checks the md5, unpacks
+        except Exception as error:  # in a thread; of a list of mirrors that were tried, the last line is the reason
+            failures.append((str(error).strip() or repr(error)).splitlines()[-1])
+
+    default = socket.getdefaulttimeout()
     try:
+        if has_mnist(root, name):
+            return None
         raw.mkdir(parents=True, exist_ok=True)
-        with open(raw / ".lock", "w") as lock:  # the system lifts the lock when its owner dies, however it dies
-            waited = False
-            if fcntl:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    waited = True
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-            if waited or has_mnist(root, name):
-                return None if has_mnist(root, name) else "the process that fetched it failed"
-            # torchvision sets no time limit and writes in place: hence the folder, and a thread that can be abandoned.
-            with tempfile.TemporaryDirectory(dir=raw, ignore_cleanup_errors=True) as folder:
-                default = socket.getdefaulttimeout()
-                socket.setdefaulttimeout(stall)
-                thread = threading.Thread(target=download, args=(folder,), daemon=True)
-                thread.start()
-                thread.join(limit)
-                socket.setdefaulttimeout(default)
-                if thread.is_alive():
-                    failures.append(f"not finished after {limit:.0f} s")
-                if not failures:
-                    for file in IDX_FILES:
-                        os.replace(Path(folder) / name / "raw" / file, raw / file)
-            os.unlink(raw / ".lock")
+        waited = False
+        if fcntl:
+            lock = os.open(raw, os.O_RDONLY)  # the folder is its own lock, lifted when its holder closes it or dies
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waited = True
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        if waited or has_mnist(root, name):
+            return None if has_mnist(root, name) else "the process that fetched it failed"
+        # torchvision sets no time limit and writes in place: hence a folder, and a thread that can be left behind.
+        with tempfile.TemporaryDirectory(dir=raw, ignore_cleanup_errors=True) as folder:
+            socket.setdefaulttimeout(stall)
+            thread = threading.Thread(target=download, args=(folder,), daemon=True)
+            thread.start()
+            thread.join(limit)
+            if thread.is_alive():
+                failures.append(f"not finished after {limit:.0f} s")
+            for file in IDX_FILES if not failures else ():
+                os.replace(Path(folder) / name / "raw" / file, raw / file)
     except OSError as error:  # no permission, no space
         failures.append(str(error))
+    finally:
+        socket.setdefaulttimeout(default)
+        if lock is not None:
+            os.close(lock)
     return failures[0] if failures else None
 
 
@@ -105,14 +104,12 @@ def read_idx(path, dims):
     """The uint8 tensor in an IDX file: (N, 28, 28) for dims = 3, images; (N,) for dims = 1, labels.
 
     Reads `path`, or else `path`.gz. Raises ValueError with the file's name, what was expected and what was found.
-    By hand, because nothing guards an unpacked file: torchvision reads half a file, or an error page saved under its
-    name, with a puzzling message or none, and it does not read a .gz that it has not fetched itself.
+    By hand, for torchvision's reader stops at a bare assert, if at all, and reads no .gz that it has not fetched.
 
     The format, big-endian: the magic number 00 00 08 dims (08 means uint8), the size of each dimension, the bytes.
     Two labels, 7 and 2: 00 00 08 01 | 00 00 00 02 | 07 02.
     """
     path = Path(path)
-    content = b""
     try:
         if path.exists():
             content = path.read_bytes()
@@ -132,12 +129,14 @@ def read_idx(path, dims):
         raise ValueError(f"{path}: images of 28x28 pixels expected, {shape[1]}x{shape[2]} found")
     expected = header + math.prod(shape)
     if len(content) != expected or shape[0] == 0:
-        raise ValueError(f"{path}: {expected:,} bytes for {shape[0]:,} items expected, {len(content):,} found; remove it")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).view(shape)
+        raise ValueError(f"{path}: {expected:,} bytes for {shape[0]} items expected, {len(content):,} found; remove it")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).view(shape)  # writable memory
 
 
-def check_labels(labels, classes, where="labels"):
-    """Raises ValueError if a label is not in 0..K-1. cross_entropy would leave out a -100 in silence."""
+def check_labels(images, labels, classes, where="data set"):
+    """ValueError unless each image has one label, in 0..K-1. cross_entropy would leave out a -100 in silence."""
+    if len(images) != len(labels):
+        raise ValueError(f"{where}: {len(images)} images, but {len(labels)} labels")
     low, high = (labels.min().item(), labels.max().item()) if len(labels) else (0, 0)
     if low < 0 or high >= len(classes):
         raise ValueError(f"{where}: labels from {low} to {high}, but {len(classes)} classes, 0 to {len(classes) - 1}")
@@ -153,9 +152,7 @@ def load_mnist(root, train=True, name="MNIST"):
     images = read_idx(f"{prefix}-images-idx3-ubyte", 3)
     labels = read_idx(f"{prefix}-labels-idx1-ubyte", 1).long()
     classes = FASHION_CLASSES if name == "FashionMNIST" else [str(digit) for digit in range(10)]
-    if len(images) != len(labels):
-        raise ValueError(f"{prefix}-images-idx3-ubyte: {len(images)} images, but {len(labels)} labels beside it")
-    check_labels(labels, classes, f"{prefix}-labels-idx1-ubyte")
+    check_labels(images, labels, classes, f"{prefix}-labels-idx1-ubyte")
     return images, labels, classes
 
 
@@ -168,8 +165,8 @@ def load_dataset(choice, root, once=lambda function: function(), say=print):
     Returns (name, training, test), both as load_mnist returns them. `once` runs a function in one process of several
     and gives all of them its result. Raises OSError if a data set asked for by name is not to be had.
     """
-    name = "FashionMNIST" if choice == "fashion-mnist" else "MNIST"
     if choice != "sample":
+        name = {"auto": "MNIST", "mnist": "MNIST", "fashion-mnist": "FashionMNIST"}[choice]
         reason = once(lambda: fetch_mnist(root, name))
         if reason is None:
             return name, load_mnist(root, True, name), load_mnist(root, False, name)
@@ -202,7 +199,7 @@ class Digits(Dataset):
     classes    K names
     augment    draw a small distortion for each image each time (training only)
     seed       of the augmentation
-    transform  optional function of one image, float (1, 28, 28) in 0..1, to another: for slow ones of others' making
+    transform  optional function of one image, float (1, 28, 28) in 0..1, such as torchvision's; called after augment
 
     dataset[i] is one sample, float (1, 28, 28) and int64 (); dataset.__getitems__(indices) is a whole batch, float
     (B, 1, 28, 28) and int64 (B,). A DataLoader that finds __getitems__ calls it once a batch: one indexing operation in
@@ -210,7 +207,7 @@ class Digits(Dataset):
     """
 
     def __init__(self, images, labels, classes, augment=False, seed=0, transform=None):
-        check_labels(labels, classes)
+        check_labels(images, labels, classes)
         self.images, self.labels, self.classes = images, labels, classes
         self.augment, self.seed, self.transform = augment, seed, transform
 
@@ -223,10 +220,10 @@ class Digits(Dataset):
 
     def __getitems__(self, indices):
         indices = torch.as_tensor(indices)
-        images = self.images[indices].unsqueeze(1).float() / 255  # (B, 1, 28, 28), in memory a quarter of that
+        images = self.images[indices].unsqueeze(1).float() / 255  # (B, 1, 28, 28); as uint8 it takes a quarter
         if self.augment:
-            # The draw is a function of the seed and of who is in the batch, in which order. So it changes from epoch to
-            # epoch, it is the same for any number of workers, and a resumed run has no generator's state to restore.
+            # A function of the seed and the batch: which samples, in which order. A shuffled epoch has new batches and
+            # so new draws, the same for any number of workers, and a resumed run has no generator to restore.
             checksum = zlib.crc32(indices.numpy().tobytes(), self.seed)
             images = augment(images, torch.Generator().manual_seed(checksum))
         if self.transform:
@@ -235,11 +232,11 @@ class Digits(Dataset):
 
 
 def augment(images, generator, shift=2.0, degrees=10.0, scale=0.1):
-    """Moves, turns and scales each image of a batch by its own uniform draw; what comes in from outside is black.
+    """Shifts each image of a batch, then turns and scales it about its centre, by uniform draws of its own.
 
-    images float (B, C, H, W) with H = W -> the same shape. At most `shift` pixels in x and in y, `degrees` either way,
-    a factor of 1 - scale to 1 + scale. By hand, because a random transform of torchvision draws once for a whole batch,
-    and called on one image at a time it takes longer than the training step. No flips: a mirrored 2 is no digit.
+    images float (B, C, H, W), black = 0 and H = W -> the same shape. At most `shift` pixels in x and in y, `degrees`
+    either way, a factor of 1 - scale to 1 + scale. By hand, because a random transform of torchvision draws once for a
+    whole batch, and on one image at a time it takes longer than the training step. No flips: a mirrored 2 is no digit.
     """
     B, _, H, W = images.shape
     draw = torch.rand(B, 4, 1, 1, generator=generator) * 2 - 1
@@ -259,9 +256,9 @@ def normalize(images):
 
 
 def collate_images(batch):
-    """What Digits.__getitems__ returns, with the images normalized. Needs: normalize.
+    """The pair that Digits.__getitems__ returns, not a list of samples, with the images normalized. Needs: normalize.
 
-    At module level, for a loader's workers receive it by name: a lambda cannot travel to a spawned process.
+    A function of the module, not a lambda, for spawned workers unpickle it by its name.
     """
     images, labels = batch
     return normalize(images), labels
@@ -286,8 +283,8 @@ class BalancedSampler(DistributedSampler):
 def make_sampler(labels, seed=0, world_size=1, rank=0, balanced=False):
     """The order of the training samples. Call its set_epoch(epoch) before each epoch. Needs: BalancedSampler.
 
-    The order is a function of (seed, epoch), so that a resumed run, which knows both, walks on where it stopped. Works
-    without a process group, so one process takes the same path as many. If the ranks do not divide N, a few samples
+    The order is a function of seed + epoch, so a resumed run repeats it and passes over what it has seen. Works without
+    a process group, so one process takes the same path as many. If the ranks do not divide N, a few samples
     come twice in an epoch, so that all ranks take the same number of steps.
     """
     if balanced:
@@ -296,22 +293,22 @@ def make_sampler(labels, seed=0, world_size=1, rank=0, balanced=False):
 
 
 def seed_worker(worker_id):
-    """Prepares a worker process of a DataLoader. torch has seeded the worker's global generators already, NumPy's too.
+    """Prepares a worker process of a DataLoader, whose global generators, NumPy's too, torch has seeded already.
 
-    Ctrl-C, and often SIGTERM, reach all processes of a group. The workers go on, for the main process needs their
-    batches to finish its step, and ends them itself; if it dies, they notice.
+    Ctrl-C reaches all processes of a terminal's group, and a worker that it ends takes the step with it that the main
+    process wants to finish. In a session of its own it is out of reach, and the main process can still terminate it.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if hasattr(os, "setsid"):  # not on Windows
+        os.setsid()
 
 
 def make_loader(dataset, batch_size, sampler=None, workers=0, pin_memory=False, seed=0):
     """A DataLoader over Digits: images float (B, 1, 28, 28), labels int64 (B,). Needs: collate_images, seed_worker.
 
-    The last batch may be smaller. workers 0 loads in this process, which is the fastest for data that is in memory;
-    more pay off with a slow `transform`. pin_memory lets copies to a GPU overlap with its work.
+    The last batch may be smaller. Without a sampler in order, not shuffled. workers 0 loads in this process, which is
+    the fastest for data that is in memory; more pay off with a slow `transform`. pin_memory lets the copies of
+    .to(device, non_blocking=True) overlap with a GPU's work. seed is of the workers' generators, another for each rank.
     """
-    only_with_workers = dict(persistent_workers=True, prefetch_factor=4) if workers else {}
     return DataLoader(
         dataset,
         batch_size,
@@ -320,9 +317,9 @@ def make_loader(dataset, batch_size, sampler=None, workers=0, pin_memory=False, 
         collate_fn=collate_images,
         pin_memory=pin_memory,
         worker_init_fn=seed_worker,
-        # Without its own generator a loader draws its workers' seed from the global one, and so changes the dropout.
+        persistent_workers=workers > 0,
+        # Its own: each epoch draws its workers' seed, which from the global generator would change the dropout.
         generator=torch.Generator().manual_seed(seed),
-        **only_with_workers,
     )
 
 

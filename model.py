@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 
 class SimpleCNN(nn.Module):
-    """Two convolutions and two linear layers, in the line of LeNet-5 (LeCun et al. 1998, "Gradient-Based Learning").
+    """Two convolutions and two linear layers, in the line of LeNet-5 (LeCun, Bottou, Bengio, Haffner 1998).
 
     width    channels C of the first convolution; the layers after it have 2C, 4C and K outputs
     dropout  probability with which a hidden unit is dropped (Srivastava et al. 2014), 0 <= dropout < 1
@@ -38,7 +38,7 @@ class SimpleCNN(nn.Module):
         x = F.relu(F.max_pool2d(self.conv2(x), 2))  # (B, 2C, 7, 7)
         x = x.flatten(1)  # (B, 2C * 49)
         x = self.dropout(F.relu(self.fc1(x)))  # (B, 4C)
-        return self.fc2(x)  # (B, K), not softmax: cross_entropy takes logits, and is stable because it does
+        return self.fc2(x)  # (B, K); no softmax: cross_entropy applies log_softmax, which does not overflow
 
 
 def count_parameters(model):
@@ -48,12 +48,11 @@ def count_parameters(model):
 
 if __name__ == "__main__":
     model = SimpleCNN().eval()
-    for name, layer in model.named_children():  # a forward hook sees what a layer returns, without touching the model
-        layer.register_forward_hook(
-            lambda layer, inputs, output, name=name: print(
-                f"{name:8} {str(tuple(output.shape)):18} {count_parameters(layer):7,} parameters"
-            )
-        )
+
+    def show(name, layer, output):
+        print(f"{name:8} {str(tuple(output.shape)):18} {count_parameters(layer):7,} parameters")
+
+    for name, layer in model.named_children():  # a forward hook sees what a layer returns; pool and relu are functions
+        layer.register_forward_hook(lambda layer, _, output, name=name: show(name, layer, output))
     with torch.no_grad():
-        logits = model(torch.zeros(2, 1, 28, 28))
-    print(f"{'logits':8} {str(tuple(logits.shape)):18} {count_parameters(model):7,} parameters in all")
+        show("in all", model, model(torch.zeros(2, 1, 28, 28)))

@@ -1,21 +1,22 @@
-"""Trains a neural network on MNIST, as it should be done.
+"""Trains a neural network on MNIST.
 
 python train.py --epochs 10                                    train; everything else has a default
 python train.py --epochs 10 --amp bf16 --batch-size 512        mixed precision, larger batches
 python train.py --resume runs/mnist-cnn-1/last.pt              go on, from any step, as if nothing had happened
 python train.py --evaluate runs/mnist-cnn-1/best.pt            loss, accuracy and confusion matrix of the test set
-python train.py --dry-run                                      two batches of everything, from end to end
+python train.py --dry-run                                      a few batches of everything, from end to end
 torchrun --standalone --nproc-per-node 2 train.py --epochs 10  several processes, the same flags
 
-A run leaves a folder under runs/: best.pt and last.pt (weights and state), metrics.csv (a row an epoch), run.json
-(arguments, versions, data, final figures). To train another network, change build_model.
+A run leaves a folder under runs/: best.pt and last.pt (weights and state), metrics.csv (one row per epoch),
+run.json (arguments, versions, data, final figures). To train another network, change build_model.
 
-Letters: B samples in a batch, K classes.
+Letters: B samples in a batch, K classes. "Needs" in a docstring: what to copy along with the function.
 """
 
 import argparse
 import copy
 import math
+import shutil
 import signal
 import sys
 import time
@@ -42,38 +43,36 @@ def parse_args(argv=None, stored=None):
         usage="python train.py [flags]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.error = lambda message: parser.exit(2, f"train.py: error: {message} (see --help)\n")
-    count, share, switch = utils.number(int, 1, 1e9), utils.number(float, 0, 1), argparse.BooleanOptionalAction
+    count, share, switch = utils.number(int, 1, 10**9), utils.number(float, 0, 1), argparse.BooleanOptionalAction
 
     add = parser.add_argument_group("data").add_argument
     add("--dataset", default="auto", choices=("auto", "mnist", "fashion-mnist", "sample"),
         help="auto (default) is mnist if it is in --data-dir or can be downloaded, else the bundled sample")
     add("--data-dir", default="data", metavar="DIR", help="where data sets lie or are downloaded to (default data)")
-    add("--val-size", default=5000, type=utils.number(int, 0, 1e9), metavar="N",
+    add("--val-size", default=5000, type=utils.number(int, 0, 10**9), metavar="N",
         help="training samples held out for validation, at most a twelfth; 0: none (default 5000)")
     add("--workers", default=0, type=utils.number(int, 0, 256), metavar="N",
         help="processes that load data; 0: none, the fastest for data in memory (default 0)")
     add("--augment", default=True, action=switch, help="shift, turn and scale the training images (default on)")
-    add("--balanced", default=False, action=switch, help="draw all classes equally often, by replacement (default off)")
+    add("--balanced", default=False, action=switch, help="draw all classes equally often, repeating (default off)")
 
     add = parser.add_argument_group("model").add_argument
     add("--width", default=32, type=count, metavar="C", help="channels of the first layer, others follow (default 32)")
-    add("--dropout", default=0.5, type=utils.number(float, 0, 0.99), metavar="P", help="0: off (default 0.5)")
+    add("--dropout", default=0.25, type=utils.number(float, 0, 0.99), help="of hidden units; 0: off (default 0.25)")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--epochs", default=10, type=count, metavar="N", help="passes over the training set (default 10)")
-    add("--batch-size", default=128, type=count, metavar="B", help="samples a forward pass and process (default 128)")
-    add("--accum", default=1, type=count, metavar="N", help="batches whose gradients make one step (default 1)")
-    add("--lr", default=2e-3, type=utils.number(float, 1e-9, 1e3), help="peak learning rate (default 2e-3)")
-    add("--weight-decay", default=0.05, type=utils.number(float, 0, 1e3), metavar="W",
-        help="AdamW's, on weights, not on biases; 0: off (default 0.05)")
+    add("--batch-size", default=128, type=count, metavar="B", help="samples per forward pass and process (default 128)")
+    add("--accum", default=1, type=count, metavar="N", help="batches whose gradients add up to one step (default 1)")
+    add("--lr", default=4e-3, type=utils.number(float, 1e-9, 1000), help="peak learning rate (default 4e-3)")
+    add("--weight-decay", default=0.05, type=utils.number(float, 0, 1000), help="of weights; 0: off (default 0.05)")
     add("--schedule", default="cosine", choices=("cosine", "step", "one-cycle", "plateau", "constant"),
-        help="of the learning rate, after the warm-up (default cosine)")
+        help="learning rate after the warm-up (default cosine)")
     add("--warmup", default=0.1, type=share, metavar="SHARE",
         help="share of all steps during which the learning rate rises; 0: off (default 0.1)")
     add("--label-smoothing", default=0.05, type=share, metavar="S",
         help="share of the target that all classes get, in training; 0: off (default 0.05)")
-    add("--clip", default=1.0, type=utils.number(float, 0, 1e9), metavar="NORM",
-        help="largest norm of the gradient; 0: off (default 1)")
+    add("--clip", default=1.0, type=utils.number(float, 0, 10**9), help="largest gradient norm; 0: off (default 1)")
 
     add = parser.add_argument_group("machine").add_argument
     add("--device", default="auto", metavar="DEV", help="cpu, cuda, mps, xpu (default auto: cpu if there is no other)")
@@ -82,22 +81,19 @@ def parse_args(argv=None, stored=None):
     add("--channels-last", default=True, action=switch, help="NHWC in memory, faster than NCHW (default on)")
     add("--deterministic", default=False, action=switch, help="reproducible on a GPU too, but slower (default off)")
 
-    add = parser.add_argument_group("run").add_argument
+    group = parser.add_argument_group("run")
+    add = group.add_argument
     add("--out", metavar="DIR", help="the run's folder (default runs/<data>-<model>-<n>, the next free n)")
-    add("--seed", default=0, type=utils.number(int, 0, 2**32 - 1), metavar="N", help="of all random draws (default 0)")
-    add("--dry-run", action="store_true", help="two batches of training, validation and test (default off)")
-    add("--save-every", default=0, type=utils.number(int, 0, 1e9), metavar="N",
+    add("--seed", default=0, type=utils.number(int, 0, 2**32 - 1), help="of all random numbers (default 0)")
+    add("--dry-run", action="store_true", help="one epoch of two training batches, then a small test (default off)")
+    add("--save-every", default=0, type=utils.number(int, 0, 10**9), metavar="N",
         help="write last.pt every N steps as well as after each epoch; 0: off (default 0)")
-    add = parser.add_mutually_exclusive_group().add_argument
+    add = group.add_mutually_exclusive_group().add_argument
     add("--resume", metavar="CKPT", help="go on from this checkpoint; its arguments are the defaults (default none)")
     add("--init", metavar="CKPT", help="begin with the weights of this checkpoint that fit (default none)")
     add("--evaluate", metavar="CKPT", help="do not train; evaluate this checkpoint on the test set (default none)")
-    once = ("device", "out", "dry_run", "resume", "init", "evaluate")  # of one run of the program, not of the training
-    parser.set_defaults(**{key: value for key, value in (stored or {}).items() if key not in once})
+    parser.set_defaults(**(stored or {}))
     return parser.parse_args(argv)
-
-
-# ---------------------------------------------------------------------------------------------------- what is trained
 
 
 def build_model(args, classes):
@@ -105,19 +101,19 @@ def build_model(args, classes):
     return networks.SimpleCNN(args.width, args.dropout, len(classes))
 
 
-def build_optimizer(model, args, device):
+def build_optimizer(model, args):
     """AdamW (Loshchilov and Hutter 2019), decaying weights only: a bias or a norm's gain has no reason to be small."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": args.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = device.type in ("cpu", "cuda", "mps", "xpu")  # one kernel for all parameters; four times faster on a CPU
-    # The second moment over 20 steps, not the usual 1000: gradients shrink tenfold within the first few hundred.
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=fused)
+    # beta2 0.95 averages over some 20 steps. The default, 0.999, averages over 1000: too long for gradients that shrink
+    # tenfold within the first few hundred. Fused is one kernel for all parameters, four times faster on a CPU.
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
 
 def autocast(device, amp):
-    """Where `amp` is fp16 or bf16: products and convolutions in 16 bits, sums, norms and losses in float32."""
+    """Context in which products and convolutions run in 16 bits, sums, norms and losses in float32; none for off."""
     dtype = torch.float16 if amp == "fp16" else torch.bfloat16
     return torch.amp.autocast(device.type, dtype=dtype, enabled=amp != "off")
 
@@ -128,13 +124,11 @@ LOSS, CORRECT, SAMPLES, NORM, TAKEN, FINITE = range(6)  # what is summed over an
 
 
 def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=print, after_step=lambda: None):
-    """Trains for one epoch and returns its metrics as a dict. Needs: autocast, check_finite, LOSS, utils.lr_at.
+    """Trains for one epoch and returns its metrics as a dict. Needs: autocast, finite_means, LOSS, utils.lr_at.
 
     model, optimizer, scaler  on `device`; the scaler is enabled for fp16 alone
     loader                    images float (B, 1, 28, 28), labels int64 (B,)
-    state                     where the run is, updated after each step, so that a checkpoint can be written there:
-                              epoch, batch (of this epoch, done), step (of the optimizer), skipped, sums (over this
-                              epoch, or None); and total_steps, drops for the schedule
+    state                     where the run is, see new_state; up to date after each step, so that it can be saved there
     args                      accum, lr, warmup, schedule, label_smoothing, clip, amp
     show                      takes a line on the progress now and then
     after_step                is called after each step
@@ -145,15 +139,15 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
     loader.sampler.set_epoch(state["epoch"])  # without it every epoch has the order of the first
     batches = iter(loader)
     if state["batch"]:  # a resumed epoch: pass over what was trained on before it stopped
-        rng = utils.rng_state()
-        for _ in range(state["batch"]):
-            next(batches)
-        utils.set_rng_state(rng)  # a transform that draws from the global generators has drawn once more
-    if state["sums"] is None:
-        state["sums"] = torch.zeros(6, dtype=torch.float32 if device.type == "mps" else torch.float64)
-    sums = state["sums"] = state["sums"].to(device)
+        rng = utils.rng_state(device)
+        for _ in islice(batches, state["batch"]):
+            continue
+        utils.set_rng_state(rng, device)  # passing over must not advance the generators, whatever a transform draws
+    sums = torch.zeros(6) if state["sums"] is None else state["sums"]
+    sums = state["sums"] = sums.to(device, torch.float32 if device.type == "mps" else torch.float64)
     started = printed = time.perf_counter()
-    waited, seen, first, windows = 0.0, 0, math.ceil(state["batch"] / args.accum), math.ceil(len(loader) / args.accum)
+    waited, seen, first = 0.0, 0, math.ceil(state["batch"] / args.accum)
+    windows = first + math.ceil((len(loader) - state["batch"]) / args.accum)
 
     for index in range(first, windows):
         # The whole window is drawn first: the number of its samples must be known before the first backward pass.
@@ -188,7 +182,7 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
             group["lr"] = lr
         scaler.unscale_(optimizer)  # first: the bound is on the gradient, not on 65,536 times the gradient
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)  # inf: measure, do not clip
-        scale = scaler.get_scale()
+        scale = scaler.get_scale()  # in fp16 this waits for the device; else it is a constant
         scaler.step(optimizer)  # takes no step if a gradient has overflowed in fp16
         scaler.update()
         taken = scaler.get_scale() >= scale  # the scaler lowers its scale when it has skipped, and only then
@@ -206,19 +200,19 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
         now = time.perf_counter()
         if now - printed > (0.2 if sys.stdout.isatty() else 5.0):
             printed = now
-            loss, accuracy, _ = check_finite(sums, state["epoch"])
+            loss, accuracy, _ = finite_means(sums, state["epoch"])
             passed = now - started
-            left = passed / (index + 1 - first) * (total - state["epoch"] * windows - index - 1)
+            left = round(passed / (index + 1 - first) * (total - state["epoch"] * windows - index - 1))
             show(
                 f"step {index + 1}/{windows} loss {loss:.3f} acc {100 * accuracy:.1f} % lr {lr:.1e} "
                 f"{seen / passed:.0f} images/s data {100 * waited / passed:.0f} % "
-                f"{left // 60:.0f}:{left % 60:02.0f} left"
+                f"{left // 60}:{left % 60:02} left"
             )
         after_step()
 
-    seconds = time.perf_counter() - started
-    check_finite(sums, state["epoch"])
-    loss, accuracy, norm = check_finite(utils.sum_over_ranks(sums.clone()), state["epoch"])
+    finite_means(sums, state["epoch"])  # before ranks are summed: this one's FINITE is the number of the step
+    seconds = time.perf_counter() - started  # since the resume, if there was one in this epoch
+    loss, accuracy, norm = finite_means(utils.sum_over_ranks(sums.clone()), state["epoch"])
     return {
         "epoch": state["epoch"] + 1, "step": state["step"], "skipped": state["skipped"],
         "lr": optimizer.param_groups[0]["lr"], "train_loss": loss, "train_accuracy": accuracy, "grad_norm": norm,
@@ -226,7 +220,7 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
     }
 
 
-def check_finite(sums, epoch):
+def finite_means(sums, epoch):
     """Mean loss and accuracy per sample and gradient norm per step; FloatingPointError where they are not finite."""
     loss, correct, samples, norm, taken, finite = sums.tolist()  # here the host waits for the device
     if not math.isfinite(loss + norm):
@@ -271,11 +265,17 @@ def evaluate(model, loader, device, amp="off", before_batch=lambda: None):
 
 
 def new_state(total_steps):
-    """Where a run is that has not begun. With model, optimizer, scaler and generators this is all that changes."""
+    """State of a run that has not begun. With model, optimizer, scaler and generators it is everything that changes."""
     return {
-        "epoch": 0, "batch": 0, "step": 0, "skipped": 0, "sums": None,  # see train_one_epoch
-        "total_steps": total_steps, "drops": 0, "waited": 0,  # see utils.drop_on_plateau
-        "metrics": [], "best": None,  # a row for each epoch; the row of best.pt
+        "epoch": 0,  # epochs that are done
+        "batch": 0,  # batches of the epoch now that are done, on each rank
+        "sums": None,  # over those batches, see LOSS
+        "step": 0,  # steps that the optimizer has taken
+        "skipped": 0,  # steps that it has not, for an overflow in fp16
+        "total_steps": total_steps,
+        "drops": 0, "stale": 0,  # of the plateau schedule, see utils.drop_on_plateau
+        "metrics": [],  # one row per epoch
+        "best": None,  # the row of best.pt
         "test": None,  # accuracy and loss, once all epochs are done
     }
 
@@ -284,10 +284,12 @@ def main(argv=None):
     """The program, in the order of time: arguments, data, model, arithmetic, epochs, test."""
     args, checkpoint = parse_args(argv), None
     with utils.one_line(ValueError, OSError):
-        if args.resume or args.evaluate or args.init:
-            checkpoint = utils.load_checkpoint(args.resume or args.evaluate or args.init)
+        if path := args.resume or args.evaluate or args.init:
+            checkpoint = utils.load_checkpoint(path)
             if not args.init:
                 args = parse_args(argv, checkpoint.get("args"))
+        once = ("device", "out", "dry_run", "resume", "init", "evaluate")  # of this run of the program alone
+        stored = {key: value for key, value in vars(args).items() if key not in once}
         device = utils.pick_device(args.device)
         rank, world_size, device = utils.init_distributed(device)
         say = utils.show if rank == 0 else lambda *_, **__: None
@@ -302,35 +304,33 @@ def main(argv=None):
         train_set = data.Digits(images[train_part], labels[train_part], classes, args.augment, args.seed)
         val_set = data.Digits(images[val_part], labels[val_part], classes)
         test_set = data.Digits(test[0][:few], test[1][:few], classes)
-        facts = {"name": name, "train": len(train_set), "val": len(val_set), "test": len(test_set)}
+        facts = {"name": name, "train": len(train_set), "val": len(val_set), "test": len(test_set), "seed": args.seed}
+        if args.schedule == "plateau" and not len(val_set):
+            raise ValueError("--schedule plateau: needs a validation set, see --val-size")
 
-        model = build_model(args, classes)
-        parameters = networks.count_parameters(model)
-        if checkpoint and args.init:
-            taken, left = utils.load_matching(model, checkpoint["model"])
-            say(f"{args.init}: took {', '.join(taken) or 'nothing'}; left {', '.join(left) or 'nothing'}")
-            if not taken:
-                raise ValueError(f"--init {args.init}: nothing in it fits this model")
+    model = build_model(args, classes)
+    parameters = networks.count_parameters(model)
+    with utils.one_line(ValueError):
+        if args.init:
+            utils.load_matching(model, checkpoint["model"], say)
         elif checkpoint:
             utils.load_weights(model, checkpoint["model"])
 
     pin = device.type == "cuda"
     sampler = data.make_sampler(train_set.labels, args.seed, world_size, rank, args.balanced)
-    train_loader = data.make_loader(train_set, args.batch_size, sampler, args.workers, pin, args.seed)
+    train_loader = data.make_loader(train_set, args.batch_size, sampler, args.workers, pin, args.seed + rank)
     # Evaluation deals each sample to one rank. A DistributedSampler would repeat some to make the ranks equal.
     val_loader = data.make_loader(val_set, 500, range(rank, len(val_set), world_size), 0, pin)
     test_loader = data.make_loader(test_set, 500, range(rank, len(test_set), world_size), 0, pin)
 
     # The convolution kernels of CPUs and of tensor cores compute in channels-last: about 3 times faster on a CPU.
-    # Converting the weights is enough here, for an image of one channel is in both layouts at once.
+    # Converting the weights is enough: images of 1 channel have the same layout either way. Convert those of 3 as well.
     model = model.to(device, memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
     if args.compile:
         model.compile()  # in place: torch.compile(model) would put _orig_mod. before every key of the checkpoint
 
-    def title(part):
-        """What stands beside every accuracy, so that nobody takes one data set for the other."""
-        return f"({name}, {len(part):,} {'images' if name == 'FashionMNIST' else 'digits'})"
-
+    # Stands beside every accuracy, so that nobody takes one data set for the other.
+    title = lambda part: f"({name}, {len(part):,} {'images' if name == 'FashionMNIST' else 'digits'})"
     if args.evaluate:
         result = evaluate(model, test_loader, device, args.amp)
         say(utils.confusion_table(result["confusion"], classes))
@@ -338,23 +338,25 @@ def main(argv=None):
             f"{args.evaluate}")
         return
 
-    optimizer = build_optimizer(model, args, device)
+    optimizer = build_optimizer(model, args)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # bf16 has float32's range and needs none
-    wrapped = DistributedDataParallel(model) if world_size > 1 else model
+    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
     epochs = 1 if args.dry_run else args.epochs
     steps = math.ceil(len(train_loader) / args.accum)
     state = new_state(epochs * steps)
     with utils.one_line(ValueError, OSError):
         if args.resume:
-            utils.restore(checkpoint, args, facts, state, optimizer, scaler, rank, world_size, say)
+            utils.restore(checkpoint, args, facts, state, optimizer, scaler, device, rank, world_size, say)
             if state["epoch"] >= epochs and state["test"]:
-                say(f"{args.resume}: nothing to do, all {epochs} epochs are done; --epochs {2 * epochs} would go on")
+                say(f"{args.resume}: nothing to do, {state['epoch']} epochs are done; a larger --epochs would go on")
                 return
         if args.resume and not args.out:
             folder = Path(args.resume).parent
         else:
             folder = utils.new_folder(args.out, f"{name.lower()}-cnn") if rank == 0 else None
             folder = utils.gather_over_ranks(folder)[0]
+            if args.resume and state["best"] and rank == 0:
+                shutil.copy(Path(args.resume).with_name("best.pt"), folder)
 
     per_step = args.batch_size * args.accum * world_size
     say(f"{type(model).__name__}: {parameters:,} parameters; {device}, mixed precision {args.amp}; results in {folder}")
@@ -366,16 +368,16 @@ def main(argv=None):
 
     def save(file):
         """Every rank has the same state, but for its random generators and its sums over the epoch; rank 0 writes."""
-        rng = utils.gather_over_ranks(utils.rng_state())
+        rng = utils.gather_over_ranks(utils.rng_state(device))
         sums = utils.gather_over_ranks(None if state["sums"] is None else state["sums"].cpu())
         if rank == 0:
             utils.save_checkpoint(folder / file, {
-                "model": utils.plain_weights(model), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-                **state, "sums": sums, "rng": rng, "args": vars(args), "classes": classes, "data": facts,
-                "world_size": world_size,
+                "model": utils.plain_weights(wrapped), "optimizer": optimizer.state_dict(),
+                "scaler": scaler.state_dict(), **state, "sums": sums, "rng": rng, "args": stored, "amp": args.amp,
+                "classes": classes, "data": facts, "world_size": world_size,
             })
 
-    def report(test_accuracy=None, test_loss=None):
+    def write_tables(test_accuracy=None, test_loss=None):
         """metrics.csv and run.json: what is needed to read the run, and to repeat it."""
         if rank == 0:
             utils.write_csv(folder / "metrics.csv", state["metrics"])
@@ -386,26 +388,25 @@ def main(argv=None):
                 "val_accuracy": state["best"]["val_accuracy"], "test_accuracy": test_accuracy, "test_loss": test_loss,
             })
 
-    def leave():
-        say(f"stopped by {signal.Signals(signals[0]).name} after step {state['step']:,}; to go on: "
+    signals = []  # the numbers of those that have come
+
+    def stop(number):
+        say(f"stopped by {signal.Signals(number).name} after step {state['step']:,}; to go on: "
             f"python train.py --resume {folder}/last.pt")
-        sys.exit(128 + signals[0])
+        sys.exit(128 + number)
 
     def after_step():
         # One rank's signal stops all ranks after the same step; alone they would wait for each other for ever.
-        if world_size > 1:
-            signals[:] = sum(utils.gather_over_ranks(list(signals)), [])
-        if signals or (args.save_every and state["step"] % args.save_every == 0):
-            check_finite(state["sums"], state["epoch"])
+        number = max(utils.gather_over_ranks(max(signals, default=0)))
+        if number or (args.save_every and (state["step"] + state["skipped"]) % args.save_every == 0):
+            finite_means(state["sums"], state["epoch"])
             save("last.pt")
-        if signals:
-            leave()
+        if number:
+            stop(number)
 
-    def before_batch():  # of an evaluation, which begins with all that matters saved
-        if signals:
-            leave()
+    before_batch = lambda: signals and stop(signals[0])  # of an evaluation, which begins with all that matters saved
 
-    with utils.one_line(OSError, FloatingPointError), utils.caught_signals() as signals:
+    with utils.one_line(OSError, FloatingPointError), utils.caught_signals(signals):
         while state["epoch"] < epochs:
             epoch = f"epoch {state['epoch'] + 1}/{epochs}"
             progress = lambda line: say(f"{epoch} {line} {title(train_set)}", over=True)
@@ -422,14 +423,14 @@ def main(argv=None):
             # Without a validation set the last epoch is taken: to choose by the test set would be to train on it.
             quality = lambda row: (row["val_accuracy"], -row["val_loss"])
             better = not state["best"] or not len(val_set) or quality(row) > quality(state["best"])
-            state["drops"], state["waited"] = utils.drop_on_plateau(state["drops"], state["waited"], better)
+            state["drops"], state["stale"] = utils.drop_on_plateau(state["drops"], state["stale"], better)
             state |= {"epoch": state["epoch"] + 1, "batch": 0, "sums": None, "test": None}
             state["metrics"].append(row)
             if better:
                 state["best"] = row
                 save("best.pt")
             save("last.pt")
-            report()
+            write_tables()
 
         # The test set is read here, once, by the weights that the validation set has chosen.
         chosen = copy.deepcopy(model)  # the run itself may go on some day, from where it is
@@ -438,7 +439,7 @@ def main(argv=None):
         result = evaluate(chosen, test_loader, device, args.amp, before_batch)
         state["test"] = {"accuracy": result["accuracy"], "loss": result["loss"]}
         save("last.pt")
-        report(result["accuracy"], result["loss"])
+        write_tables(result["accuracy"], result["loss"])
     say(f"test accuracy {100 * result['accuracy']:.2f} % {title(test_set)}, loss {result['loss']:.4f}: "
         f"{folder}/best.pt, of epoch {state['best']['epoch']}")
 

@@ -1,23 +1,23 @@
-"""What a training program needs beside its loop: device, seeds, ranks, schedules, checkpoints.
+"""What a training program needs beside its loop.
 
-pick_device, pick_amp                                    where and in which number format to compute
-keep_freed_memory                                        a faster CPU step
-set_seed, rng_state, set_rng_state                       the random generators of this process
-caught_signals                                           Ctrl-C and SIGTERM when it suits
-init_distributed, sum_over_ranks, once_per_machine       several processes, one result
-lr_at, drop_on_plateau                                   the learning rate as a pure function of the step
-write_atomically, save_checkpoint, load_checkpoint       a run on disk, whole or not at all
-restore                                                  all the rest of a checkpoint, to go on from there
-load_weights, load_matching                              all of a checkpoint into the same model, what fits into another
-confusion_table                                          which class was taken for which, as text
+the command line     number, one_line, show
+the machine          pick_device, pick_amp, keep_freed_memory, caught_signals
+random numbers       set_seed, rng_state, set_rng_state
+several processes    init_distributed, sum_over_ranks, gather_over_ranks, once_per_machine
+the learning rate    lr_at, drop_on_plateau: pure functions of the step
+a run on disk        new_folder, write_atomically, write_csv, write_json, versions
+checkpoints          plain_weights, save_checkpoint, load_checkpoint, load_weights, restore, load_matching
+evaluation           confusion_table
 
-This file knows nothing of the data or the networks. `python utils.py` draws the schedules.
+This file knows nothing of the data or the networks. `python utils.py` draws the schedules. "Needs" in a docstring: what
+to copy along with the function.
 """
 
 import argparse
 import csv
 import ctypes
 import io
+import itertools
 import json
 import math
 import os
@@ -42,7 +42,7 @@ def number(kind, low, high):
     def parse(text):
         value = kind(text)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not from {low:g} to {high:g}")
+            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
         return value
 
     parse.__name__ = kind.__name__  # argparse names the type in its message
@@ -51,7 +51,7 @@ def number(kind, low, high):
 
 @contextmanager
 def one_line(*kinds):
-    """Errors of these kinds are the user's to mend: one line, status 2. Others are bugs and keep their traceback."""
+    """Errors of these kinds are the user's to fix: one line, status 2. Others are bugs and keep their traceback."""
     try:
         yield
     except kinds as error:
@@ -100,7 +100,8 @@ def keep_freed_memory():
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: larger blocks are mappings of their own, unmapped when freed
+        # M_MMAP_THRESHOLD: larger blocks are mappings of their own, unmapped when freed. Old versions take only 32 MiB.
+        libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: so much may lie free at the end of the heap
 
 
@@ -118,36 +119,37 @@ def set_seed(seed, deterministic=False):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without
 
 
-def rng_state():
-    """The states of this process's generators, as plain types and tensors for a checkpoint."""
-    return {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+def rng_state(device):
+    """States of Python's generator, torch's and the device's, as plain types and tensors for a checkpoint."""
+    own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
+    return {"python": random.getstate(), "torch": torch.get_rng_state(), "device": device.type, "own": own}
 
 
-def set_rng_state(state, say=print):
-    """Puts rng_state() back into this process. What belongs to an absent GPU is skipped with a line to `say`."""
+def set_rng_state(state, device, say=print):
+    """Puts rng_state() back into this process. That of an absent kind of device is skipped with one line to `say`."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
-    saved, here = len(state["cuda"]), torch.cuda.device_count()
-    for index in range(min(saved, here)):
-        torch.cuda.set_rng_state(state["cuda"][index], index)
-    if saved != here:
-        say(f"random states of {saved} GPUs in the checkpoint, {here} GPUs here: what has no counterpart is skipped")
+    if state["device"] != device.type:
+        say(f"random state of {state['device']} in the checkpoint, {device.type} here: that of the device is skipped")
+    elif state["own"] is not None:
+        torch.get_device_module(device).set_rng_state(state["own"])
 
 
 @contextmanager
-def caught_signals():
-    """Ctrl-C and SIGTERM only append their number to the list that this yields; a second one ends the program."""
-    caught = []
+def caught_signals(caught):
+    """Ctrl-C and SIGTERM only append their number to the list `caught`; another one ends the program at once."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
 
     def note(number, frame):
         caught.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = [signal.signal(number, note) for number in numbers]
     try:
-        yield caught
+        yield
     finally:
-        for number, handler in before.items():
+        for number, handler in zip(numbers, before):
             signal.signal(number, handler)
 
 
@@ -218,13 +220,16 @@ def lr_at(step, total, peak, warmup=0, schedule="cosine", drops=0):
         return peak * 0.1 ** min(2, int(3 * part) if schedule == "step" else drops)
     if schedule == "constant":
         return peak
-    return last + (peak - last) * (1 + math.cos(math.pi * part)) / 2  # a last step at 0 would be computed in vain
+    return last + (peak - last) * (1 + math.cos(math.pi * part)) / 2  # not 0: the last step still does something
 
 
-def drop_on_plateau(drops, waited, improved, patience=2):
-    """After an epoch: how often the learning rate has dropped, and for how many epochs nothing has improved since."""
-    waited = 0 if improved else waited + 1
-    return (drops + 1, 0) if waited > patience else (drops, waited)
+def drop_on_plateau(drops, stale, improved, patience=2):
+    """After an epoch: how often the learning rate has dropped, and for how many epochs nothing has improved since.
+
+    The two numbers are all the state of torch's ReduceLROnPlateau (beside the best value), without the object.
+    """
+    stale = 0 if improved else stale + 1
+    return (drops + 1, 0) if stale > patience else (drops, stale)
 
 
 # ---------------------------------------------------------------------------------------------------- a run on disk
@@ -238,13 +243,13 @@ def new_folder(out, name):
             raise ValueError(f"--out {folder}: holds a run already; choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-    for n in range(1, 10**6):
+    for n in itertools.count(1):
         try:
             folder = Path("runs") / f"{name}-{n}"
             folder.mkdir(parents=True)  # not exist_ok: of two programs that start together one gets n, the other n + 1
             return folder
         except FileExistsError:
-            continue
+            pass
 
 
 def write_atomically(path, write):
@@ -295,7 +300,7 @@ def save_checkpoint(path, checkpoint):
 
 
 def load_checkpoint(path):
-    """The dict that save_checkpoint wrote, all tensors on the CPU. ValueError, in one line, for anything else.
+    """The dict that save_checkpoint wrote, all tensors on the CPU. ValueError or OSError for anything else.
 
     weights_only: a pickle can run any program when it is opened; this way only tensors and plain types come in.
     The checksums are compared first, which torch.load itself does not do: a flipped bit would be a wrong weight.
@@ -308,6 +313,8 @@ def load_checkpoint(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(checkpoint, dict) or "model" not in checkpoint:
             raise ValueError("no dict with a key 'model'")
+    except OSError:  # absent, a folder, not permitted: says so itself
+        raise
     except Exception as error:  # a damaged file raises one of a dozen types, depending on where the damage is
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{path}: not a checkpoint of this program, or damaged: {reason}") from None
@@ -322,42 +329,49 @@ def load_weights(model, weights):
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def restore(checkpoint, args, facts, state, optimizer, scaler, rank=0, world_size=1, say=print):
+def restore(checkpoint, args, facts, state, optimizer, scaler, device, rank=0, world_size=1, say=print):
     """Puts all that `checkpoint` holds beside the weights where it belongs, in place. Needs: set_rng_state.
 
     args, facts  arguments and description of the data, now; a changed argument is said in one line
     state        dict of where the run is; total_steps is kept as it is
 
-    ValueError if the checkpoint holds something else, or is of other data: its place in the epoch would mean nothing.
+    ValueError if the checkpoint holds something else, or is of other data: its place in the epoch would mean nothing,
+    and with another split it would be validated on what it was trained on.
     """
-    missing = {*state, "optimizer", "scaler", "rng", "args", "data", "world_size"} - checkpoint.keys()
+    missing = {*state, "optimizer", "scaler", "rng", "args", "amp", "data", "world_size"} - checkpoint.keys()
     if missing:
         raise ValueError(f"{args.resume}: no {', '.join(sorted(missing))} in it; --init takes its weights alone")
     if checkpoint["data"] != facts:
-        raise ValueError(f"{args.resume}: trained on {checkpoint['data']}, but here is {facts}; see --data-dir")
-    old = checkpoint["args"]
-    for key in sorted(vars(args).keys() & old.keys() - {"out", "resume", "init", "device"}):
+        raise ValueError(f"{args.resume}: trained on {checkpoint['data']}, but here is {facts}; see --data-dir, --seed")
+    old = {**checkpoint["args"], "amp": checkpoint["amp"]}  # as it was, not as it was asked for
+    for key in sorted(vars(args).keys() & old.keys()):
         if getattr(args, key) != old[key]:
             say(f"--{key.replace('_', '-')}: {old[key]} in {args.resume}, {getattr(args, key)} from now on")
+
     state |= {key: checkpoint[key] for key in state if key != "total_steps"}
     before, now = old["batch_size"] * checkpoint["world_size"], args.batch_size * world_size
-    state["batch"] = math.ceil(state["batch"] * before / now)  # if they differ: go on after as many samples
+    # If batches or windows have another size now: go on after as many samples, at the same place of the schedule.
+    state["batch"] = math.ceil(state["batch"] * before / now)
+    state["step"] = round(state["step"] * before * old["accum"] / (now * args.accum))
+    sums, rng = checkpoint["sums"], checkpoint["rng"]  # lists, by rank
+    if world_size == len(rng):
+        state["sums"] = sums[rank]
+        set_rng_state(rng[rank], device, say)
+    else:  # other processes: rank 0 takes over what was summed, and all go on with the random states of their seeds
+        state["sums"] = sum(sums) if rank == 0 and sums[0] is not None else None
     decay = [group["weight_decay"] for group in optimizer.param_groups]
     optimizer.load_state_dict(checkpoint["optimizer"])
     for group, weight_decay in zip(optimizer.param_groups, decay):
         group["weight_decay"] = weight_decay  # the argument's, which load_state_dict has overwritten
     if scaler.is_enabled() and checkpoint["scaler"]:  # one of the two is empty if the run goes to or from fp16
         scaler.load_state_dict(checkpoint["scaler"])
-    sums, rng = checkpoint["sums"], checkpoint["rng"]  # lists, by rank
-    if world_size == len(rng):
-        state["sums"] = sums[rank]
-        set_rng_state(rng[rank], say)
-    else:  # other processes: rank 0 takes over what was summed, and all go on with the random states of their seeds
-        state["sums"] = sum(sums) if rank == 0 and sums[0] is not None else None
 
 
-def load_matching(model, weights):
-    """Loads what has a namesake of the same shape in `model`; returns (keys taken, keys left with the reason)."""
+def load_matching(model, weights, say=print):
+    """Loads what has a namesake of the same shape in `model`, and says in one line what it took and what it left.
+
+    Returns (keys taken, keys left with the reason); ValueError if nothing fits.
+    """
     own = model.state_dict()
     taken = [key for key in weights if key in own and own[key].shape == weights[key].shape]
     left = [
@@ -365,7 +379,10 @@ def load_matching(model, weights):
         for key in weights
         if key not in taken
     ] + [f"{key} (only here, as initialized)" for key in own if key not in weights]
+    if not taken:
+        raise ValueError(f"none of the weights fit: {', '.join(left)}")
     model.load_state_dict({key: weights[key] for key in taken}, strict=False)
+    say(f"took {', '.join(taken)}; left {', '.join(left) or 'nothing'}")
     return taken, left
 
 

@@ -87,7 +87,7 @@ def main():
     loader = data.make_loader(data.Digits(images, labels, classes, augment=True), args.batch_size, data.make_sampler(labels))
     plain_loader = data.make_loader(data.Digits(images, labels, classes), args.batch_size, data.make_sampler(labels))
     ours = train.build_model(args, classes).to(memory_format=torch.channels_last)
-    optimizer, scaler = train.build_optimizer(ours, args, CPU), torch.amp.GradScaler("cpu", enabled=False)
+    optimizer, scaler = train.build_optimizer(ours, args), torch.amp.GradScaler("cpu", enabled=False)
     state = train.new_state(len(loader) * (options.rounds + 1))
     waiting = []
 

@@ -133,7 +133,7 @@ def test_a_run_leaves_what_is_needed_to_repeat_it(mnist, capfd):
     out = capfd.readouterr().out
     print(out)
     assert facts["args"]["seed"] == 4 and facts["args"]["amp"] == "off" and facts["versions"] == utils.versions()
-    assert facts["dataset"] == {"name": "MNIST", "train": 55, "val": 5, "test": 20} and facts["parameters"] == 421_642
+    assert facts["dataset"] == {"name": "MNIST", "train": 55, "val": 5, "test": 20, "seed": 4} and facts["parameters"] == 421_642
     assert facts["epochs_done"] == 3 and facts["device"] == "cpu" and facts["train_seconds"] > 0
     assert 0 <= facts["test_accuracy"] <= 1 and facts["test_loss"] > 0
     assert [row["epoch"] for row in rows] == ["1", "2", "3"] and [row["step"] for row in rows] == ["2", "4", "6"]
@@ -153,7 +153,7 @@ def test_a_run_leaves_what_is_needed_to_repeat_it(mnist, capfd):
 def test_best_is_the_best_and_the_test_reads_it(mnist, monkeypatch):
     evaluate, seen = train.evaluate, []
 
-    def worse_and_worse(model, loader, device, amp):
+    def worse_and_worse(model, loader, device, amp, before_batch):
         seen.append((len(loader.dataset), {key: value.clone() for key, value in model.state_dict().items()}))
         return {**evaluate(model, loader, device, amp), "accuracy": 1 / len(seen)}
 
@@ -169,7 +169,7 @@ def test_best_is_the_best_and_the_test_reads_it(mnist, monkeypatch):
 def test_tiny_training_sets(size, batch_size, tmp_path):
     write_mnist(tmp_path / "data", train=size, test=3)
     facts, rows, best = run(tmp_path, "--epochs", "2", "--batch-size", str(batch_size))
-    assert facts["dataset"] == {"name": "MNIST", "train": size, "val": 0, "test": 3}
+    assert facts["dataset"] == {"name": "MNIST", "train": size, "val": 0, "test": 3, "seed": 0}
     assert all(float(row["train_loss"]) > 0.1 for row in rows) and rows[0]["val_loss"] == ""
     assert best["epoch"] == 2 and facts["val_accuracy"] is None  # without a validation set the last is taken
 

@@ -256,7 +256,7 @@ def test_evaluation_leaves_the_model_as_it_was(training, digits):
 def test_decay_is_for_weights_only():
     args = train.parse_args(["--weight-decay", "0.3"])
     model = train.build_model(args, range(10))
-    optimizer = train.build_optimizer(model, args, CPU)
+    optimizer = train.build_optimizer(model, args)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
         f"{layer}.{kind}": 0.3 if kind == "weight" else 0.0 for layer in ("conv1", "conv2", "fc1", "fc2") for kind in ("weight", "bias")
@@ -278,7 +278,7 @@ def test_overfits_a_tiny_batch(device):
     args.amp = utils.pick_amp(None, device)  # with mixed precision on a GPU
     utils.set_seed(0)
     model = train.build_model(args, classes).to(device, memory_format=torch.channels_last)
-    optimizer, loader = train.build_optimizer(model, args, device), data.make_loader(tiny, 16, data.make_sampler(tiny.labels))
+    optimizer, loader = train.build_optimizer(model, args), data.make_loader(tiny, 16, data.make_sampler(tiny.labels))
     state = state_of(40)
     for state["epoch"] in range(40):
         train.train_one_epoch(model, loader, optimizer, off(), state, args, device)
