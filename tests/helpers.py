@@ -4,7 +4,6 @@ import gzip
 import hashlib
 import http.server
 import os
-import shutil
 import struct
 import subprocess
 import sys
