@@ -253,12 +253,8 @@ def evaluate(model, loader, device, amp="off", before_batch=lambda: None):
     model.train(training)
     confusion = utils.sum_over_ranks(confusion).view(K, K).cpu()
     samples = confusion.sum().item()
-    return {
-        "loss": utils.sum_over_ranks(loss).item() / samples,
-        "accuracy": confusion.diag().sum().item() / samples,
-        "samples": samples,
-        "confusion": confusion,
-    }
+    loss, accuracy = utils.sum_over_ranks(loss).item() / samples, confusion.diag().sum().item() / samples
+    return {"loss": loss, "accuracy": accuracy, "samples": samples, "confusion": confusion}
 
 
 # ---------------------------------------------------------------------------------------------------- the program
