@@ -77,9 +77,13 @@ def pick_device(name="auto"):
     there = [kind for kind, backend in backends.items() if backend.is_available()] + ["cpu"]
     if name == "auto":
         name = there[0]
-    if name.split(":")[0] not in there:
+    try:
+        device = torch.device(name)
+    except RuntimeError:  # cpu:x, or a kind that torch has never heard of
+        device = None
+    if device is None or device.type not in there:
         raise ValueError(f"--device {name}: not on this machine, which has {', '.join(there)}")
-    return torch.device(name)
+    return device
 
 
 def pick_amp(name, device):

@@ -46,7 +46,7 @@ def fails(capfd, *args):
 WRONG = (
     "--amp False|--amp fp8|--epochs 0|--epochs -1|--epochs 1.5|--batch-size 0|--accum 0|--lr -1|--lr 0|--lr nan|--lr inf|--seed -1|"
     "--seed 4294967296|--workers -1|--val-size -1|--width 0|--dropout 1|--dropout -0.1|--warmup -0.1|--warmup 12|--clip -1|"
-    "--label-smoothing 2|--weight-decay -1|--schedule none|--dataset imagenet|--device quantum|--no-such-flag|--lr|surplus"
+    "--label-smoothing 2|--weight-decay -1|--schedule none|--dataset imagenet|--device quantum|--device cpu:x|--no-such-flag|--lr|surplus"
 ).split("|")
 
 

@@ -42,8 +42,9 @@ def test_pick_device():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="cuda:0.*cpu"):
             utils.pick_device("cuda:0")
-    with pytest.raises(ValueError, match="quantum"):
-        utils.pick_device("quantum")
+    for name in ("quantum", "cpu:x", "cuda:-1", ":", "meta"):
+        with pytest.raises(ValueError, match=name):
+            utils.pick_device(name)
 
 
 def test_amp_is_off_on_a_cpu_unless_asked_for():
