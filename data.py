@@ -296,7 +296,7 @@ def seed_worker(worker_id):
     """Prepares a worker process of a DataLoader, whose global generators, NumPy's too, torch has seeded already.
 
     Ctrl-C reaches all processes of a terminal's group, and a worker that it ends takes the step with it that the main
-    process wants to finish. In a session of its own it is out of reach, and the main process can still terminate it.
+    process wants to finish. In a group of its own it is out of reach, and the main process can still terminate it.
     """
     if hasattr(os, "setsid"):  # not on Windows
         os.setsid()

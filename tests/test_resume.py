@@ -307,8 +307,8 @@ def test_other_windows_in_mid_epoch_train_on_all_that_is_left(flags, folder, mon
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(utils, "lr_at", stop)
         train.main([*FLAGS[:4], "--batch-size", "5", "--accum", "1", "--width", "8", "--out", "run"])
-    seen, evaluate = [], train.train_one_epoch
-    monkeypatch.setattr(train, "train_one_epoch", lambda *args: seen.append(evaluate(*args)) or seen[-1])
+    seen, train_one_epoch = [], train.train_one_epoch
+    monkeypatch.setattr(train, "train_one_epoch", lambda *args: seen.append(train_one_epoch(*args)) or seen[-1])
     train.main(["--resume", "run/last.pt", *flags.split()])
     if "55" not in flags:
         assert [round(55 * row["train_accuracy"]) / 55 for row in seen] == pytest.approx([row["train_accuracy"] for row in seen])
