@@ -300,7 +300,9 @@ def plain_weights(model):
 
 def save_checkpoint(path, checkpoint):
     """Writes a dict of plain types and tensors to `path`, with the versions. Needs: write_atomically, versions."""
-    write_atomically(path, lambda file: torch.save({**checkpoint, "versions": versions()}, file))
+    content = io.BytesIO()  # by way of memory: on a full disk torch.save would raise a RuntimeError about its archive
+    torch.save({**checkpoint, "versions": versions()}, content)
+    write_atomically(path, lambda file: file.write(content.getbuffer()))
 
 
 def load_checkpoint(path):

@@ -1,5 +1,6 @@
 """Stopped anywhere and resumed, a run ends as the run that was never stopped: to the bit, from files, across processes."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -107,6 +108,13 @@ def test_resume_equals_the_straight_run(flags, stops, folder, monkeypatch):
     print("learning rates by epoch", lrs)
     if "plateau" in flags:
         assert expected["drops"] >= 1 and lrs[-1] < lrs[1]
+
+
+def test_transform_that_draws_from_the_global_generator_resumes(folder, monkeypatch):
+    """Passing over the batches before the stop draws for them once more; the run must go on as if it had not."""
+    noisy = functools.partial(data.Digits, transform=lambda image: image + 0.1 * torch.rand(()))
+    monkeypatch.setattr(data, "Digits", noisy)
+    assert_same(straight(), stopped_and_resumed(monkeypatch, 5))
 
 
 def test_fp16_scale_and_growth_counter_go_on(folder, monkeypatch):
