@@ -4,12 +4,14 @@ fetch_mnist                         downloads the four files of MNIST or Fashion
 read_idx, load_mnist, load_dataset  files -> images uint8 (N, 28, 28), labels int64 (N,), class names, checked
 split_validation                    N -> two disjoint sets of indices, by seed
 Digits, augment                     indices -> images float (B, 1, 28, 28) in 0..1, labels int64 (B,)
-collate_images, normalize           that -> what the model takes
+collate_images, normalize           that -> what the CNN takes
+collate_tokens, collate_packed      that -> what attention takes: patches with ink, padded or in one row
 make_sampler, make_loader           the order of an epoch, and the loader that walks it
 
 This file knows nothing of models, devices or training. `python data.py` shows a batch on its way.
 
-Letters: N samples in a data set, B in a batch, H x W pixels, K classes. "Needs" in a docstring: what to copy along.
+Letters: N samples in a data set, B in a batch, H x W pixels, K classes, L tokens of a batch's longest sample, T of all
+its samples. "Needs" in a docstring: what to copy along.
 """
 
 import gzip
@@ -264,6 +266,73 @@ def collate_images(batch):
     return normalize(images), labels
 
 
+def collate_padded(sequences):
+    """Ragged tensors (L_1, ...), (L_2, ...), a length may be 0 -> padded (B, L, ...) and mask bool (B, L). Needs: pad.
+
+    The mask is True for what is real; the rest is 0.
+    """
+    return pad(torch.cat(sequences), torch.tensor([len(sequence) for sequence in sequences]))
+
+
+def pad(flat, lengths):
+    """All sequences in one row (T, ...) and their lengths int64 (B,) -> padded (B, L, ...), mask bool (B, L)."""
+    mask = torch.arange(max(1, lengths.max().item())) < lengths[:, None]  # (B, L)
+    padded = flat.new_zeros(*mask.shape, *flat.shape[1:])
+    padded[mask] = flat  # True elements are counted row by row, and that is the order of `flat`
+    return padded, mask
+
+
+def find_tokens(images, blank=False):
+    """The patches of 4 x 4 pixels that have ink, or with `blank` all of them. Needs: normalize.
+
+    images float (B, 1, 28, 28) in 0..1 -> of the T patches, image after image, each from left to right and from top to
+    bottom: tokens float (T, 16), normalized, positions int64 (T,) in 0..48, segments int64 (T,) in 0..B-1; and the
+    number of patches of each image, int64 (B,).
+    """
+    patches = images.unfold(2, 4, 4).unfold(3, 4, 4).reshape(len(images), 49, 16)  # any memory format
+    inked = (patches != 0).any(2) | blank  # (B, 49)
+    segments, positions = inked.nonzero(as_tuple=True)
+    return normalize(patches[inked]), positions, segments, inked.sum(1)
+
+
+def collate_tokens(batch, blank=False):
+    """What Digits.__getitems__ returns -> (tokens float (B, L, 16), positions int64 (B, L), mask bool (B, L)), labels.
+
+    An image has as many tokens as patches with ink, 18.5 on average, and zeros up to the L of the one with most.
+    Needs: find_tokens, pad. Two of the sample, both a 1, cut from a grid of 7 x 7 places:
+
+    >>> two = Digits(*load_mnist(SAMPLE, train=False)).__getitems__([361, 241])
+    >>> (tokens, positions, mask), labels = collate_tokens(two)
+    >>> positions
+    tensor([[10, 17, 24, 31, 38,  0],
+            [10, 17, 24, 31, 38, 39]])
+    >>> mask
+    tensor([[ True,  True,  True,  True,  True, False],
+            [ True,  True,  True,  True,  True,  True]])
+    >>> ((tokens[0, 0] * STD + MEAN) * 255).round().int().view(4, 4)
+    tensor([[ 48, 255, 100,   0],
+            [ 48, 254, 155,   0],
+            [ 93, 243, 226,  14],
+            [  0, 216, 254,  47]], dtype=torch.int32)
+    """
+    images, labels = batch
+    tokens, positions, _, lengths = find_tokens(images, blank)
+    tokens, mask = pad(tokens, lengths)
+    return (tokens, pad(positions, lengths)[0], mask), labels
+
+
+def collate_packed(batch):
+    """The same tokens in one row, T in all: (tokens (T, 16), positions (T,), mask (B, L), segments (T,)), labels.
+
+    The mask is that of collate_tokens: it says where each token would stand. A segment id is the sample that a token
+    belongs to: 0 0 0 0 0 1 1 1 1 1 1 for the two digits above. Attention within segments only has the block-diagonal
+    mask (T, T) segments[:, None] == segments. Needs: find_tokens, pad.
+    """
+    images, labels = batch
+    tokens, positions, segments, lengths = find_tokens(images)
+    return (tokens, positions, pad(positions, lengths)[1], segments), labels
+
+
 class BalancedSampler(DistributedSampler):
     """WeightedRandomSampler, split over ranks, as a function of (seed, epoch): all classes equally often on average.
 
@@ -302,40 +371,29 @@ def seed_worker(worker_id):
         os.setsid()
 
 
-def make_loader(dataset, batch_size, sampler=None, workers=0, pin_memory=False, seed=0):
-    """A DataLoader over Digits: images float (B, 1, 28, 28), labels int64 (B,). Needs: collate_images, seed_worker.
+def make_loader(dataset, batch_size, sampler=None, workers=0, pin_memory=False, seed=0, collate=collate_images):
+    """A DataLoader over Digits: pairs of what `collate` makes of images and labels. Needs: collate_images, seed_worker.
 
-    The last batch may be smaller. Without a sampler in order, not shuffled. workers 0 loads in this process, which is
-    the fastest for data that is in memory; more pay off with a slow `transform`. pin_memory lets the copies of
-    .to(device, non_blocking=True) overlap with a GPU's work. seed is of the workers' generators, another for each rank.
+    Without a sampler in order. workers 0 loads in this process, the fastest for data in memory; more pay off if there
+    is a slow `transform`. pin_memory lets .to(device, non_blocking=True) overlap with a GPU's work. seed: one per rank.
     """
     return DataLoader(
-        dataset,
-        batch_size,
-        sampler=sampler,
-        num_workers=workers,
-        collate_fn=collate_images,
-        pin_memory=pin_memory,
-        worker_init_fn=seed_worker,
-        persistent_workers=workers > 0,
+        dataset, batch_size, sampler=sampler, num_workers=workers, collate_fn=collate, pin_memory=pin_memory,
+        worker_init_fn=seed_worker, persistent_workers=workers > 0,
         # Its own: each epoch draws its workers' seed, which from the global generator would change the dropout.
         generator=torch.Generator().manual_seed(seed),
     )
 
 
 if __name__ == "__main__":
-
-    def picture(image):  # float (28, 28) in 0..1
-        return ["".join(" .:-=+*#%@"[min(9, int(pixel * 10))] for pixel in row[2:26]) for row in image[2:26].tolist()]
-
     images, labels, classes = load_mnist(SAMPLE)
-    train, val = split_validation(len(images), 5000, seed=0)
     pixels = images / 255
     print(f"images {images.dtype} {tuple(images.shape)}, labels {labels.dtype} {tuple(labels.shape)}, {classes}")
-    print(f"{len(train)} + {len(val)}; mean {pixels.mean():.4f}, std {pixels.std():.4f} (all of MNIST: {MEAN}, {STD})")
+    print(f"mean {pixels.mean():.4f}, std {pixels.std():.4f} (all of MNIST: {MEAN}, {STD})")
     print("\nthree digits, and the same three augmented:")
     for augmented in (False, True):
         three, _ = Digits(images, labels, classes, augmented).__getitems__([3, 4, 5])
-        print("\n".join("   ".join(rows) for rows in zip(*(picture(image[0]) for image in three))))
+        for rows in zip(*three[:, 0, 2:26, 2:26].tolist()):  # the same row of each
+            print("   ".join("".join(" .:-=+*#%@"[min(9, int(10 * pixel))] for pixel in row) for row in rows))
     x, y = next(iter(make_loader(Digits(images, labels, classes, augment=True), 128, make_sampler(labels))))
     print(f"\na batch: images {x.dtype} {tuple(x.shape)} in {x.min():.4f} to {x.max():.4f}, labels {tuple(y.shape)}")

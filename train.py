@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -34,8 +35,11 @@ import model as networks
 import utils
 
 
+DEFAULTS = {"cnn": {"width": 32, "dropout": 0.25}, "attention": {"width": 64, "dropout": 0.0}}  # by model
+
+
 def parse_args(argv=None, stored=None):
-    """The command line as a Namespace. A wrong value ends the program with status 2 and one line.
+    """The command line as a Namespace. A wrong value ends the program with status 2 and one line. Needs: DEFAULTS.
 
     `stored`, the arguments in a checkpoint, are the defaults then: what is given on the command line wins.
     """
@@ -43,22 +47,28 @@ def parse_args(argv=None, stored=None):
         usage="python train.py [flags]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.error = lambda message: parser.exit(2, f"train.py: error: {message} (see --help)\n")
-    count, share, switch = utils.number(int, 1, 10**9), utils.number(float, 0, 1), argparse.BooleanOptionalAction
+    count, whole, share = utils.number(int, 1, 10**9), utils.number(int, 0, 10**9), utils.number(float, 0, 1)
+    switch = {"default": False, "action": argparse.BooleanOptionalAction}
 
     add = parser.add_argument_group("data").add_argument
     add("--dataset", default="auto", choices=("auto", "mnist", "fashion-mnist", "sample"),
         help="auto (default) is mnist if it is in --data-dir or can be downloaded, else the bundled sample")
     add("--data-dir", default="data", metavar="DIR", help="where data sets lie or are downloaded to (default data)")
-    add("--val-size", default=5000, type=utils.number(int, 0, 10**9), metavar="N",
-        help="training samples held out for validation, at most a twelfth; 0: none (default 5000)")
+    add("--val-size", default=5000, type=whole, metavar="N", help="held out, at most a twelfth; 0: none (default 5000)")
     add("--workers", default=0, type=utils.number(int, 0, 256), metavar="N",
         help="processes that load data; 0: none, the fastest for data in memory (default 0)")
-    add("--augment", default=True, action=switch, help="shift, turn and scale the training images (default on)")
-    add("--balanced", default=False, action=switch, help="draw all classes equally often, repeating (default off)")
+    add("--augment", **switch | {"default": True}, help="shift, turn and scale the training images (default on)")
+    add("--balanced", **switch, help="draw all classes equally often, repeating (default off)")
 
     add = parser.add_argument_group("model").add_argument
-    add("--width", default=32, type=count, metavar="C", help="channels of the first layer, others follow (default 32)")
-    add("--dropout", default=0.25, type=utils.number(float, 0, 0.99), help="of hidden units; 0: off (default 0.25)")
+    add("--model", default="cnn", choices=tuple(DEFAULTS), help="convolutions (default) or attention over patches")
+    add("--width", type=count, metavar="C", help="of the first layer, or of a token (default 32, attention 64)")
+    add("--dropout", type=utils.number(float, 0, 0.99), help="of hidden units; 0: off (default 0.25, attention 0)")
+    add("--tokens", default="packed", choices=("packed", "padded", "all"),
+        help="attention: patches with ink, in one row (default) or padded to the longest of the batch; or all patches")
+    add("--attention-kernel", default="manual", choices=("manual", "fused"),
+        help="attention: written out (default, the faster on a CPU), or F.scaled_dot_product_attention")
+    add("--grad-checkpoint", **switch, help="attention: compute blocks twice instead of keeping them (default off)")
 
     add = parser.add_argument_group("optimisation").add_argument
     add("--epochs", default=10, type=count, metavar="N", help="passes over the training set (default 10)")
@@ -68,37 +78,50 @@ def parse_args(argv=None, stored=None):
     add("--weight-decay", default=0.05, type=utils.number(float, 0, 1000), help="of weights; 0: off (default 0.05)")
     add("--schedule", default="cosine", choices=("cosine", "step", "one-cycle", "plateau", "constant"),
         help="learning rate after the warm-up (default cosine)")
-    add("--warmup", default=0.1, type=share, metavar="SHARE",
-        help="share of all steps during which the learning rate rises; 0: off (default 0.1)")
-    add("--label-smoothing", default=0.05, type=share, metavar="S",
-        help="share of the target that all classes get, in training; 0: off (default 0.05)")
+    add("--warmup", default=0.1, type=share, help="share of all steps in which the rate rises; 0: off (default 0.1)")
+    add("--label-smoothing", default=0.05, type=share, help="share of a target for all classes; 0: off (default 0.05)")
     add("--clip", default=1.0, type=utils.number(float, 0, 10**9), help="largest gradient norm; 0: off (default 1)")
 
     add = parser.add_argument_group("machine").add_argument
     add("--device", default="auto", metavar="DEV", help="cpu, cuda, mps, xpu (default auto: cpu if there is no other)")
     add("--amp", choices=("off", "fp16", "bf16"), help="mixed precision (default bf16 on a GPU that has it, else off)")
-    add("--compile", default=False, action=switch, help="torch.compile: a slow start, for a faster GPU (default off)")
-    add("--channels-last", default=True, action=switch, help="NHWC in memory, faster than NCHW (default on)")
-    add("--deterministic", default=False, action=switch, help="reproducible on a GPU too, but slower (default off)")
+    add("--compile", **switch, help="torch.compile: a slow start, for a faster GPU (default off)")
+    add("--channels-last", **switch | {"default": True}, help="NHWC in memory, faster than NCHW (default on)")
+    add("--deterministic", **switch, help="reproducible on a GPU too, but slower (default off)")
 
     group = parser.add_argument_group("run")
     add = group.add_argument
     add("--out", metavar="DIR", help="the run's folder (default runs/<data>-<model>-<n>, the next free n)")
     add("--seed", default=0, type=utils.number(int, 0, 2**32 - 1), help="of all random numbers (default 0)")
     add("--dry-run", action="store_true", help="one epoch of two training batches, then a small test (default off)")
-    add("--save-every", default=0, type=utils.number(int, 0, 10**9), metavar="N",
-        help="write last.pt every N steps as well as after each epoch; 0: off (default 0)")
+    add("--pictures", **switch, help="--evaluate attention: save where it looked, attention.png (default off)")
+    add("--save-every", default=0, type=whole, metavar="N", help="write last.pt every N steps, too; 0: off (default 0)")
     add = group.add_mutually_exclusive_group().add_argument
     add("--resume", metavar="CKPT", help="go on from this checkpoint; its arguments are the defaults (default none)")
     add("--init", metavar="CKPT", help="begin with the weights of this checkpoint that fit (default none)")
     add("--evaluate", metavar="CKPT", help="do not train; evaluate this checkpoint on the test set (default none)")
     parser.set_defaults(**(stored or {}))
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for key, value in DEFAULTS[args.model].items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
+    return args
 
 
 def build_model(args, classes):
     """The network, on the CPU: a fork changes this function. `classes` is the list of K names."""
+    if args.model == "attention":
+        return networks.AttentionClassifier(
+            args.width, args.dropout, len(classes), kernel=args.attention_kernel, grad_checkpoint=args.grad_checkpoint
+        )
     return networks.SimpleCNN(args.width, args.dropout, len(classes))
+
+
+def pick_collate(args):
+    """What makes the network's input of a batch of images, for data.make_loader."""
+    if args.model == "cnn":
+        return data.collate_images
+    return data.collate_packed if args.tokens == "packed" else partial(data.collate_tokens, blank=args.tokens == "all")
 
 
 def build_optimizer(model, args):
@@ -112,23 +135,17 @@ def build_optimizer(model, args):
     return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
 
-def autocast(device, amp):
-    """Context in which products and convolutions run in 16 bits, sums, norms and losses in float32; none for off."""
-    dtype = torch.float16 if amp == "fp16" else torch.bfloat16
-    return torch.amp.autocast(device.type, dtype=dtype, enabled=amp != "off")
-
-
 # ---------------------------------------------------------------------------------------------------- the loop
 
 LOSS, CORRECT, SAMPLES, NORM, TAKEN, FINITE = range(6)  # what is summed over an epoch, in one tensor on the device
 
 
 def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=print, after_step=lambda: None):
-    """Trains for one epoch and returns its metrics as a dict. Needs: autocast, finite_means, LOSS, utils.lr_at.
+    """Trains for one epoch and returns its metrics as a dict. Needs: finite_means, LOSS, utils.lr_at.
 
     model, optimizer, scaler  on `device`; the scaler is enabled for fp16 alone
-    loader                    images float (B, 1, 28, 28), labels int64 (B,)
-    state                     where the run is, see new_state; up to date after each step, so that it can be saved there
+    loader                    pairs of what the model takes and labels int64 (B,)
+    state                     where the run is, see utils.new_state; up to date, and can be saved, after each step
     args                      accum, lr, warmup, schedule, label_smoothing, clip, amp
     show                      takes a line on the progress now and then
     after_step                is called after each step
@@ -159,14 +176,13 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
 
         optimizer.zero_grad(set_to_none=True)
         loss_sum = 0.0
-        for position, (images, labels) in enumerate(window):
-            images = images.to(device, non_blocking=True)  # (B, 1, 28, 28)
-            labels = labels.to(device, non_blocking=True)  # (B,)
+        for position, batch in enumerate(window):
+            inputs, labels = utils.to_device(batch, device)  # such as (B, 1, 28, 28), (B,)
             # Processes exchange gradients in the backward pass of the window's last batch; before it they only add up.
             exchange = position == len(window) - 1 or not dist.is_initialized()
             with nullcontext() if exchange else model.no_sync():
-                with autocast(device, args.amp):
-                    logits = model(images)  # (B, K)
+                with utils.autocast(device, args.amp):
+                    logits = model(inputs)  # (B, K)
                 logits = logits.float()  # a softmax in 16 bits is off in the third digit
                 loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=args.label_smoothing)
                 # Sum over the samples / count of the window = the mean over the window, exactly. The usual
@@ -233,7 +249,7 @@ def finite_means(sums, epoch):
 
 @torch.no_grad()  # keeps no graph. eval() is another thing, it turns dropout off: evaluation needs both
 def evaluate(model, loader, device, amp="off", before_batch=lambda: None):
-    """Mean loss and accuracy over the samples of all ranks, as a dict. Needs: autocast, utils.sum_over_ranks.
+    """Mean loss and accuracy over the samples of all ranks, as a dict. Needs: utils.sum_over_ranks.
 
     Also "samples", their number, and "confusion", int64 (K, K): how often label i (row) was taken for class j (column).
     Each rank's loader brings other samples, none twice. The model is left in the mode in which it came.
@@ -242,11 +258,11 @@ def evaluate(model, loader, device, amp="off", before_batch=lambda: None):
     model.eval()
     loss = torch.zeros((), device=device)
     confusion = torch.zeros(K * K, dtype=torch.int64, device=device)
-    for images, labels in loader:
+    for batch in loader:
         before_batch()
-        images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        with autocast(device, amp):
-            logits = model(images)  # (B, K)
+        inputs, labels = utils.to_device(batch, device)
+        with utils.autocast(device, amp):
+            logits = model(inputs)  # (B, K)
         logits = logits.float()
         loss += F.cross_entropy(logits, labels, reduction="sum")  # no label smoothing: that is a means of training
         confusion += torch.bincount(labels * K + logits.argmax(1), minlength=K * K)
@@ -258,22 +274,6 @@ def evaluate(model, loader, device, amp="off", before_batch=lambda: None):
 
 
 # ---------------------------------------------------------------------------------------------------- the program
-
-
-def new_state(total_steps):
-    """State of a run that has not begun. With model, optimizer, scaler and generators it is everything that changes."""
-    return {
-        "epoch": 0,  # epochs that are done
-        "batch": 0,  # batches of the epoch now that are done, on each rank
-        "sums": None,  # over those batches, see LOSS
-        "step": 0,  # steps that the optimizer has taken
-        "skipped": 0,  # steps that it has not, for an overflow in fp16
-        "total_steps": total_steps,
-        "drops": 0, "stale": 0,  # of the plateau schedule, see utils.drop_on_plateau
-        "metrics": [],  # one row per epoch
-        "best": None,  # the row of best.pt
-        "test": None,  # accuracy and loss, once all epochs are done
-    }
 
 
 def main(argv=None):
@@ -304,9 +304,7 @@ def main(argv=None):
         if args.schedule == "plateau" and not len(val_set):
             raise ValueError("--schedule plateau: needs a validation set, see --val-size")
 
-    model = build_model(args, classes)
-    parameters = networks.count_parameters(model)
-    with utils.one_line(ValueError):
+        model = build_model(args, classes)
         if args.init:
             utils.load_matching(model, checkpoint["model"], say)
         elif checkpoint:
@@ -314,24 +312,30 @@ def main(argv=None):
 
     pin = device.type == "cuda"
     sampler = data.make_sampler(train_set.labels, args.seed, world_size, rank, args.balanced)
-    train_loader = data.make_loader(train_set, args.batch_size, sampler, args.workers, pin, args.seed + rank)
+    collate = pick_collate(args)
+    train_loader = data.make_loader(train_set, args.batch_size, sampler, args.workers, pin, args.seed + rank, collate)
     # Evaluation deals each sample to one rank. A DistributedSampler would repeat some to make the ranks equal.
-    val_loader = data.make_loader(val_set, 500, range(rank, len(val_set), world_size), 0, pin)
-    test_loader = data.make_loader(test_set, 500, range(rank, len(test_set), world_size), 0, pin)
+    deal = lambda part: data.make_loader(part, 500, range(rank, len(part), world_size), 0, pin, collate=collate)
+    val_loader, test_loader = deal(val_set), deal(test_set)
 
     # The convolution kernels of CPUs and of tensor cores compute in channels-last: a CPU's step is 1.4 times faster.
     # Converting the weights is enough: images of 1 channel have the same layout either way. Convert those of 3 as well.
-    model = model.to(device, memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
+    model.to(device, memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
     if args.compile:
         model.compile()  # in place: torch.compile(model) would put _orig_mod. before every key of the checkpoint
 
     # Stands beside every accuracy, so that nobody takes one data set for the other.
     title = lambda part: f"({name}, {len(part):,} {'images' if name == 'FashionMNIST' else 'digits'})"
+
     if args.evaluate:
         result = evaluate(model, test_loader, device, args.amp)
         say(utils.confusion_table(result["confusion"], classes))
         say(f"test accuracy {100 * result['accuracy']:.2f} % {title(test_set)}, loss {result['loss']:.4f}: "
             f"{args.evaluate}")
+        if args.pictures and args.model == "attention" and rank == 0:
+            images, labels = test_set.__getitems__(range(min(32, len(test_set))))
+            batch = utils.to_device(data.collate_tokens((images, labels))[0], device)
+            utils.attention_picture(Path(args.evaluate).with_name("attention.png"), model, batch, images)
         return
 
     optimizer = build_optimizer(model, args)
@@ -339,7 +343,7 @@ def main(argv=None):
     wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
     epochs = 1 if args.dry_run else args.epochs
     steps = math.ceil(len(train_loader) / args.accum)
-    state = new_state(epochs * steps)
+    state = utils.new_state(epochs * steps)
     with utils.one_line(ValueError, OSError):
         if args.resume:
             utils.restore(checkpoint, args, facts, state, optimizer, scaler, device, rank, world_size, say)
@@ -349,11 +353,12 @@ def main(argv=None):
         if args.resume and not args.out:
             folder = Path(args.resume).parent
         else:
-            folder = utils.new_folder(args.out, f"{name.lower()}-cnn") if rank == 0 else None
+            folder = utils.new_folder(args.out, f"{name.lower()}-{args.model}") if rank == 0 else None
             folder = utils.gather_over_ranks(folder)[0]
             if args.resume and state["best"] and rank == 0:
                 shutil.copy(Path(args.resume).with_name("best.pt"), folder)
 
+    parameters = networks.count_parameters(model)
     per_step = args.batch_size * args.accum * world_size
     say(f"{type(model).__name__}: {parameters:,} parameters; {device}, mixed precision {args.amp}; results in {folder}")
     say(f"{name}: {len(train_set):,} for training, {len(val_set):,} for validation, {len(test_set):,} for the test")
@@ -363,25 +368,22 @@ def main(argv=None):
         f"lr {args.lr:g}, then {args.schedule}")
 
     def save(file):
-        """Every rank has the same state, but for its random generators and its sums over the epoch; rank 0 writes."""
-        rng = utils.gather_over_ranks(utils.rng_state(device))
-        sums = utils.gather_over_ranks(None if state["sums"] is None else state["sums"].cpu())
+        """Writes a checkpoint and, to read the run and to repeat it, metrics.csv and run.json. All ranks call it."""
+        checkpoint = utils.snapshot(wrapped, optimizer, scaler, state, device)
         if rank == 0:
             utils.save_checkpoint(folder / file, {
-                "model": utils.plain_weights(wrapped), "optimizer": optimizer.state_dict(),
-                "scaler": scaler.state_dict(), **state, "sums": sums, "rng": rng, "args": stored, "amp": args.amp,
-                "classes": classes, "data": facts, "world_size": world_size,
+                **checkpoint, "args": stored, "amp": args.amp, "classes": classes, "data": facts,
+                "world_size": world_size,
             })
-
-    def write_tables(test_accuracy=None, test_loss=None):
-        """metrics.csv and run.json: what is needed to read the run, and to repeat it."""
-        if rank == 0:
+        if rank == 0 and state["metrics"]:
+            test = state["test"] or {"accuracy": None, "loss": None}
             utils.write_csv(folder / "metrics.csv", state["metrics"])
             utils.write_json(folder / "run.json", {
                 "args": vars(args), "versions": utils.versions(), "device": str(device), "world_size": world_size,
                 "dataset": facts, "parameters": parameters, "epochs_done": state["epoch"],
                 "train_seconds": sum(row["seconds"] for row in state["metrics"]),
-                "val_accuracy": state["best"]["val_accuracy"], "test_accuracy": test_accuracy, "test_loss": test_loss,
+                "val_accuracy": state["best"]["val_accuracy"], "test_accuracy": test["accuracy"],
+                "test_loss": test["loss"],
             })
 
     signals = []  # the numbers of those that have come
@@ -426,7 +428,6 @@ def main(argv=None):
                 state["best"] = row
                 save("best.pt")
             save("last.pt")
-            write_tables()
 
         # The test set is read here, once, by the weights that the validation set has chosen.
         chosen = copy.deepcopy(model)  # the run itself may go on some day, from where it is
@@ -435,7 +436,6 @@ def main(argv=None):
         result = evaluate(chosen, test_loader, device, args.amp, before_batch)
         state["test"] = {"accuracy": result["accuracy"], "loss": result["loss"]}
         save("last.pt")
-        write_tables(result["accuracy"], result["loss"])
     say(f"test accuracy {100 * result['accuracy']:.2f} % {title(test_set)}, loss {result['loss']:.4f}: "
         f"{folder}/best.pt, of epoch {state['best']['epoch']}")
 

@@ -1,13 +1,14 @@
 """What a training program needs beside its loop.
 
 the command line     number, one_line, show
-the machine          pick_device, pick_amp, keep_freed_memory, caught_signals
+the machine          pick_device, pick_amp, autocast, to_device, keep_freed_memory, caught_signals
 random numbers       set_seed, rng_state, set_rng_state
 several processes    init_distributed, sum_over_ranks, gather_over_ranks, once_per_machine
 the learning rate    lr_at, drop_on_plateau: pure functions of the step
 a run on disk        new_folder, write_atomically, write_csv, write_json, versions
-checkpoints          plain_weights, save_checkpoint, load_checkpoint, load_weights, restore, load_matching
-evaluation           confusion_table
+checkpoints          new_state, plain_weights, snapshot, save_checkpoint, load_checkpoint, load_weights, restore,
+                     load_matching
+looking inside       confusion_table, attention_picture
 
 This file knows nothing of the data or the networks. `python utils.py` draws the schedules. "Needs" in a docstring: what
 to copy along with the function.
@@ -32,6 +33,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 # ---------------------------------------------------------------------------------------------------- the command line
 
@@ -94,6 +96,19 @@ def pick_amp(name, device):
     """
     native_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return name or ("bf16" if native_bf16 else "off")
+
+
+def autocast(device, amp):
+    """Context in which products and convolutions run in 16 bits, sums, norms and losses in float32; none for off."""
+    dtype = torch.float16 if amp == "fp16" else torch.bfloat16
+    return torch.amp.autocast(device.type, dtype=dtype, enabled=amp != "off")
+
+
+def to_device(batch, device):
+    """A tensor, or nested tuples and lists of tensors, on `device`; from pinned memory without waiting for the copy."""
+    if isinstance(batch, (tuple, list)):
+        return tuple(to_device(part, device) for part in batch)
+    return batch.to(device, non_blocking=True)
 
 
 def keep_freed_memory():
@@ -291,11 +306,39 @@ def versions():
     return {"torch": str(torch.__version__), "torchvision": metadata.version("torchvision")}  # an import takes a second
 
 
+def new_state(total_steps):
+    """State of a run that has not begun. With model, optimizer, scaler and generators it is everything that changes."""
+    return {
+        "epoch": 0,  # epochs that are done
+        "batch": 0,  # batches of the epoch now that are done, on each rank
+        "sums": None,  # over those batches, see LOSS
+        "step": 0,  # steps that the optimizer has taken
+        "skipped": 0,  # steps that it has not, for an overflow in fp16
+        "total_steps": total_steps,
+        "drops": 0, "stale": 0,  # of the plateau schedule, see utils.drop_on_plateau
+        "metrics": [],  # one row per epoch
+        "best": None,  # the row of best.pt
+        "test": None,  # accuracy and loss, once all epochs are done
+    }
+
+
 def plain_weights(model):
     """The state_dict of `model` with the keys of the bare model, however DDP or torch.compile have wrapped it."""
     while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
         model = model._orig_mod if type(model).__name__ == "OptimizedModule" else model.module
     return {key.replace("_orig_mod.", ""): value for key, value in model.state_dict().items()}
+
+
+def snapshot(model, optimizer, scaler, state, device):
+    """All that changes in a run, as a dict that restore puts back. All ranks call it, for each has its own generators.
+
+    Needs: plain_weights, gather_over_ranks, rng_state.
+    """
+    sums = None if state["sums"] is None else state["sums"].cpu()  # of the epoch now, of this rank
+    return {
+        "model": plain_weights(model), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), **state,
+        "sums": gather_over_ranks(sums), "rng": gather_over_ranks(rng_state(device)),
+    }
 
 
 def save_checkpoint(path, checkpoint):
@@ -400,6 +443,26 @@ def confusion_table(confusion, classes):
         share = f"{100 * right / sum(row):.1f}%" if sum(row) else "-"
         lines.append("".join(f"{cell:>{wide}}" for cell in [name, *(count or "." for count in row), share]))
     return "\n".join(lines)
+
+
+@torch.no_grad()
+def attention_picture(path, model, batch, images):
+    """PNG of images (B, 1, 28, 28) in 0..1: under each, in red, the weights with which its patches entered the answer.
+
+    model  an AttentionClassifier; batch = (tokens (B, L, 16), positions (B, L), mask (B, L)) of the same images
+    """
+    from torchvision.utils import save_image  # here, for it takes a second
+
+    seen = []
+    hook = model.pool.softmax.register_forward_hook(lambda layer, inputs, weights: seen.append(weights))  # (B, L)
+    model.eval()(batch)
+    hook.remove()
+    _, positions, mask = batch
+    heat = torch.zeros(len(images), 49, device=mask.device).scatter_add(1, positions, seen[0].float() * mask)  # (B, 49)
+    heat = (heat / heat.amax(1, keepdim=True).clamp(min=1e-9)).view(-1, 1, 7, 7).cpu()  # the largest is full red
+    heat, images = (F.interpolate(each.float(), size=(112, 112)) for each in (heat, images.cpu()))  # nearest
+    dark = images * (1 - 0.6 * heat)
+    save_image(torch.cat([(images + heat).clamp(max=1), dark, dark], dim=1), path, nrow=8, padding=8, pad_value=0.5)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def main():
     plain_loader = data.make_loader(data.Digits(images, labels, classes), args.batch_size, data.make_sampler(labels))
     ours = train.build_model(args, classes).to(memory_format=torch.channels_last)
     optimizer, scaler = train.build_optimizer(ours, args), torch.amp.GradScaler("cpu", enabled=False)
-    state = train.new_state(len(loader) * (options.rounds + 1))
+    state = utils.new_state(len(loader) * (options.rounds + 1))
     waiting = []
 
     def our_epoch():

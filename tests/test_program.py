@@ -47,7 +47,7 @@ def fails(capfd, *args):
 WRONG = (
     "--amp False|--amp fp8|--epochs 0|--epochs -1|--epochs 1.5|--batch-size 0|--accum 0|--lr -1|--lr 0|--lr nan|--lr inf|--seed -1|"
     "--seed 4294967296|--workers -1|--val-size -1|--width 0|--dropout 1|--dropout -0.1|--warmup -0.1|--warmup 12|--clip -1|"
-    "--label-smoothing 2|--weight-decay -1|--schedule none|--dataset imagenet|--device quantum|--device cpu:x|--no-such-flag|--lr|surplus"
+    "--label-smoothing 2|--weight-decay -1|--schedule none|--dataset imagenet|--model transformer|--tokens some|--attention-kernel flash|--model attention --width 30|--device quantum|--device cpu:x|--no-such-flag|--lr|surplus"
 ).split("|")
 
 
@@ -269,3 +269,27 @@ def test_terminal_gets_one_line_that_rewrites_itself(tmp_path):
     for word in ("epoch 1/1", "step ", "loss", "acc", "lr", "images/s", "data"):
         assert word in rewritten[1]
     assert {len(line) for line in rewritten[1:-1]} == {79}  # a longer line would wrap, and stay
+
+
+# -------------------------------------------------------------------------------------------------------- attention
+
+
+@pytest.mark.parametrize("flags", [
+    "", "--tokens padded --attention-kernel fused", "--tokens all", "--grad-checkpoint --amp fp16 --accum 2", "--amp bf16 --workers 1 --val-size 0",
+])
+def test_attention_trains_is_evaluated_and_drawn(flags, mnist, capfd):
+    figures, rows, best = run(mnist, "--model", "attention", "--width", "16", "--epochs", "2", "--batch-size", "16", *flags.split())
+    assert figures["epochs_done"] == len(rows) == 2 and figures["parameters"] == 7836
+    assert all(weight.dtype == torch.float32 for weight in best["model"].values())
+    capfd.readouterr()
+    train.main(["--data-dir", str(mnist / "data"), "--evaluate", str(mnist / "run/best.pt"), "--pictures"])
+    out, err = capfd.readouterr()
+    assert f"test accuracy {100 * figures['test_accuracy']:.2f} % (MNIST, 20 digits)" in out and not err
+    assert (mnist / "run/attention.png").stat().st_size > 1000
+
+
+def test_the_models_have_their_own_defaults_and_the_command_line_wins():
+    cnn, attention = train.parse_args([]), train.parse_args(["--model", "attention"])
+    assert (cnn.width, cnn.dropout) == (32, 0.25) and (attention.width, attention.dropout) == (64, 0.0)
+    assert train.parse_args(["--model", "attention", "--dropout", "0.5"]).dropout == 0.5
+    assert train.parse_args([], {"model": "attention", "width": 24}).width == 24

@@ -93,6 +93,7 @@ def stopped_and_resumed(monkeypatch, at, *flags, out="stopped"):
     ("--workers 2", (5,)),
     ("--amp fp16", (5,)),
     ("--amp bf16", (5,)),
+    ("--model attention --dropout 0.1 --grad-checkpoint", (5,)),
     ("--balanced", (5,)),
     ("--schedule step", (5, 7)),
     ("--schedule one-cycle", (5, 7)),

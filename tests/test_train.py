@@ -55,7 +55,7 @@ def arguments(**changes):
 
 
 def state_of(total_steps=1):
-    return train.new_state(total_steps)
+    return utils.new_state(total_steps)
 
 
 def off():

@@ -1,0 +1,357 @@
+"""Attention, masks and tokens: against nn.MultiheadAttention, F.scaled_dot_product_attention, and samples on their own."""
+
+import doctest
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import data
+import utils
+from model import AttentionClassifier, MaskedPooling, SimpleSelfAttention, TemperatureSoftmax, init_weights, unpack
+
+KERNELS = pytest.mark.parametrize("kernel", ["manual", "fused"])
+GATES = torch.arange(7) < torch.tensor([3, 1, 5, 7])[:, None]  # (4, 7): lengths 3, 1, 5, 7
+
+
+def digits(indices, augment=False):
+    """A batch of the bundled sample, as Digits returns it."""
+    return data.Digits(*data.load_mnist(data.SAMPLE), augment).__getitems__(list(indices))
+
+
+def attention(kernel, d=16, H=4):
+    torch.manual_seed(0)
+    return SimpleSelfAttention(d, H, kernel)
+
+
+def gradients(output, inputs, seed=0):
+    """Gradients of a random projection of `output`: every element counts, each with another weight."""
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed), dtype=output.dtype)
+    return torch.autograd.grad((output * weights).sum(), inputs)
+
+
+def largest(ours, theirs):
+    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------- attention
+
+
+@KERNELS
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_multihead_attention_in_outputs_and_gradients(kernel, masked):
+    ours, theirs = attention(kernel), nn.MultiheadAttention(16, 4, batch_first=True)
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(ours.qkv.weight)
+        theirs.in_proj_bias.copy_(ours.qkv.bias)
+        theirs.out_proj.weight.copy_(ours.out.weight)
+        theirs.out_proj.bias.copy_(ours.out.bias)
+    x = torch.randn(4, 7, 16, requires_grad=True)
+    if masked:
+        x = x.detach().masked_fill(~GATES[..., None], 0).requires_grad_()  # theirs looks at padded queries as well
+    mask = GATES if masked else None
+    mine, reference = ours(x, mask), theirs(x, x, x, key_padding_mask=~GATES if masked else None, need_weights=False)[0]
+    assert (mine - reference).abs().max() < 1e-5
+    real = GATES[..., None] if masked else torch.ones(4, 7, 1)  # nobody asks what a padded query answers
+    mine = gradients(mine * real, [x, ours.qkv.weight, ours.qkv.bias, ours.out.weight, ours.out.bias])
+    theirs = gradients(reference * real, [x, theirs.in_proj_weight, theirs.in_proj_bias, theirs.out_proj.weight, theirs.out_proj.bias])
+    error = largest([(mine[0] * real), *mine[1:]], [(theirs[0] * real), *theirs[1:]])
+    print(f"largest difference of a gradient: {error:.1e}")
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (4, 7, 7)])
+def test_manual_equals_fused_also_with_a_mask_for_each_query(shape):
+    torch.manual_seed(1)
+    mask, x = torch.rand(shape) < 0.6, torch.randn(4, 7, 16, requires_grad=True)
+    mask[0] = False  # fully masked
+    results = []
+    for kernel in ("manual", "fused"):
+        layer = attention(kernel)
+        y = layer(x, mask)
+        results.append([y, *gradients(y, [x, *layer.parameters()])])
+    assert largest(*results) < 1e-5
+    assert not results[0][0][0].any()
+
+
+def test_causal_mask_is_that_of_scaled_dot_product_attention():
+    layer, x = attention("manual"), torch.randn(2, 7, 16)
+    q, k, v = layer.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+    theirs = layer.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+    ours = layer(x, torch.ones(7, 7, dtype=torch.bool).tril().expand(2, 7, 7))
+    assert (ours - theirs).abs().max() < 1e-5
+
+
+@KERNELS
+def test_gradient_is_the_derivative(kernel):
+    layer = attention(kernel, d=4, H=2).double()
+    x, mask = torch.randn(3, 4, 4, dtype=torch.float64, requires_grad=True), torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]]).bool()
+    assert torch.autograd.gradcheck(lambda x: layer(x, mask), x)
+    pool = MaskedPooling(4).double()
+    assert torch.autograd.gradcheck(lambda x: pool(x, mask), x)
+
+
+@KERNELS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_fully_masked_row_gives_zeros_and_finite_gradients(kernel, dtype):
+    layer, mask = attention(kernel).to(dtype), GATES.clone()
+    mask[1] = False
+    x = (30 * torch.randn(4, 7, 16)).to(dtype).requires_grad_()  # scores in the thousands
+    y = layer(x, mask)
+    assert y[1].eq(0).all() and y.isfinite().all() and y[0].any()
+    for gradient in torch.autograd.grad(y.float().mean(), [x, *layer.parameters()]):
+        assert gradient.isfinite().all()
+
+
+@KERNELS
+@pytest.mark.parametrize("amp", ["fp16", "bf16"])
+def test_mixed_precision_is_close_and_finite(kernel, amp):
+    layer, x, mask = attention(kernel), torch.randn(4, 7, 16), GATES.clone()
+    mask[1] = False
+    with utils.autocast(torch.device("cpu"), amp):
+        y = layer(x, mask)
+    assert (y - layer(x, mask)).abs().max() < 0.02
+    y.float().sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+@KERNELS
+def test_garbage_and_nan_in_padding_have_no_effect(kernel):
+    layer, x = attention(kernel), torch.randn(4, 7, 16)
+    clean = layer(x, GATES)
+    for garbage in (1e6, math.inf, math.nan):
+        dirty = x.masked_fill(~GATES[..., None], garbage).requires_grad_()
+        y = layer(dirty, GATES)
+        assert torch.equal(y[GATES], clean[GATES])
+        assert all(g.isfinite().all() for g in gradients(y, [dirty, *layer.parameters()]))
+
+
+def test_a_mask_of_another_type_or_shape_is_an_error():
+    layer, x = attention("manual"), torch.randn(4, 7, 16)
+    for mask in (GATES.int(), GATES.float(), GATES.byte(), torch.zeros(4, 7).masked_fill(~GATES, -math.inf)):
+        for call in (lambda: layer(x, mask), lambda: TemperatureSoftmax()(x[..., 0], mask), lambda: MaskedPooling(16)(x, mask)):
+            with pytest.raises(TypeError, match="bool expected, True = a real token"):
+                call()
+        with pytest.raises(TypeError, match="bool expected"):
+            AttentionClassifier(16)((x, torch.zeros(4, 7, dtype=torch.int64), mask))
+    with pytest.raises(ValueError, match=r"\(4, 7\) expected, \(7, 4\)"):
+        layer(x, GATES.T)
+    with pytest.raises(ValueError, match=r"\(4, 7, 7\) expected, \(4, 7, 6\)"):
+        layer(x, torch.ones(4, 7, 6, dtype=torch.bool))
+    with pytest.raises(ValueError, match="10 is not a multiple of n_heads 4"):
+        SimpleSelfAttention(10, 4)
+
+
+@KERNELS
+def test_packed_equals_a_block_diagonal_mask_and_the_padded(kernel):
+    layer, segments = attention(kernel), GATES.nonzero()[:, 0]
+    row = torch.randn(16, 16, requires_grad=True)  # 3 + 1 + 5 + 7 tokens
+    results = []
+    for y in (layer(row, GATES), layer(row[None], (segments[:, None] == segments)[None])[0], layer(unpack(row, GATES), GATES)[GATES]):
+        results.append([y, *gradients(y, [row, *layer.parameters()])])
+    assert largest(results[0], results[1]) < 1e-5 and largest(results[0], results[2]) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------- pooling
+
+
+@pytest.mark.parametrize("start", [0.01, 0.1, 0.7, 1.0, 1.3, 3.0, 50.0])
+def test_temperature_starts_at_its_value_exactly_and_stays_positive(start):
+    softmax, scores = TemperatureSoftmax(start), torch.randn(5, 6)
+    assert softmax.temperature().item() == torch.tensor(start).item()
+    assert torch.equal(softmax(scores), (scores / torch.tensor(start)).softmax(-1))
+    optimizer = torch.optim.SGD(softmax.parameters(), lr=0.5)
+    for _ in range(20):  # asks for the sharpest distribution
+        optimizer.zero_grad()
+        (-softmax(scores).amax(-1).sum()).backward()
+        optimizer.step()
+    assert 0 < softmax.temperature().item() < start
+    with pytest.raises(ValueError, match="must be above 0"):
+        TemperatureSoftmax(0.0)
+
+
+def test_temperature_is_learnt_as_gradcheck_says():
+    softmax, scores = TemperatureSoftmax(0.5).double(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
+    assert torch.autograd.gradcheck(lambda scores, raw: torch.func.functional_call(softmax, {"raw": raw}, (scores, mask)), (scores, softmax.raw))
+    assert softmax(scores, mask).sum(-1).tolist() == pytest.approx([1, 0, 1])
+    assert not softmax(scores, mask)[~mask].any()
+
+
+def test_pooling_leaves_padding_out():  # M04
+    x = torch.tensor([[[1.0, 0], [1, 0], [0, 2], [0, 2]]])
+    mask = torch.tensor([[True, True, False, False]])
+    for padding in (2.0, math.nan, math.inf):
+        x[0, 2:] = padding
+        assert MaskedPooling(2)(x, mask).tolist() == [[1, 0]]
+    assert MaskedPooling(2)(x, torch.zeros(1, 4, dtype=torch.bool)).tolist() == [[0, 0]]
+
+
+# ---------------------------------------------------------------------------------------------------- tokens
+
+
+def test_worked_examples_are_what_the_code_prints():
+    results = doctest.testmod(data)
+    assert results.attempted >= 5 and results.failed == 0
+
+
+def test_tokens_are_the_inked_patches_in_their_places():
+    images, labels = digits(range(200))
+    (tokens, positions, mask), same = data.collate_tokens((images, labels))
+    assert same is labels and mask.dtype == torch.bool and positions.dtype == torch.int64
+    for image, token, position, real in zip(images, tokens, positions, mask):
+        rebuilt = torch.zeros(28, 28)
+        for patch, place in zip(token[real], position[real].tolist(), strict=True):  # by hand, patch by patch
+            rebuilt[place // 7 * 4 :, place % 7 * 4 :][:4, :4] = patch.view(4, 4) * data.STD + data.MEAN
+        assert (rebuilt - image[0]).abs().max() < 1e-6
+    inked = F.max_pool2d(images, 4).flatten(1) > 0
+    assert torch.equal(mask.sum(1), inked.sum(1)) and mask.shape[1] == inked.sum(1).max()
+    assert not tokens[~mask].any() and not positions[~mask].any()
+    print(f"{mask.sum(1).float().mean():.1f} tokens an image, padded to {mask.shape[1]}")
+
+
+def test_all_patches_and_unusual_memory():
+    images, labels = digits(range(20))
+    (tokens, positions, mask), _ = data.collate_tokens((images, labels), blank=True)
+    assert tokens.shape == (20, 49, 16) and mask.all() and positions.tolist() == [list(range(49))] * 20
+    for strange in (images.to(memory_format=torch.channels_last), images.transpose(2, 3).contiguous().transpose(2, 3), images[::1]):
+        for collate in (data.collate_tokens, data.collate_packed):
+            for ours, theirs in zip(collate((strange, labels))[0], collate((images, labels))[0], strict=True):
+                assert torch.equal(ours, theirs)
+
+
+def test_collate_padded_takes_any_ragged_tensors():  # L09
+    for shape in ((), (2,), (3, 4)):
+        sequences = [torch.randn(length, *shape) for length in (3, 1, 5, 0)]
+        padded, mask = data.collate_padded(sequences)
+        assert mask.sum(1).tolist() == [3, 1, 5, 0] and padded.shape == (4, 5, *shape) and not padded[~mask].any()
+        theirs = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+        assert torch.equal(padded, theirs)
+    padded, mask = data.collate_padded([torch.zeros(0, 2)])
+    assert padded.shape == (1, 1, 2) and not mask.any()
+
+
+# ---------------------------------------------------------------------------------------------------- the classifier
+
+
+def classifier(kernel="manual", dropout=0.0):
+    torch.manual_seed(0)
+    return AttentionClassifier(32, dropout, kernel=kernel)
+
+
+@KERNELS
+def test_packed_gives_the_logits_and_gradients_of_padded(kernel):
+    batch, network, results = digits(range(64)), classifier(kernel), []
+    batch[0][5] = 0  # one without ink, and the last
+    batch[0][63] = 0
+    for collate in (data.collate_packed, data.collate_tokens):
+        logits = network(collate(batch)[0])
+        results.append([logits, *torch.autograd.grad(F.cross_entropy(logits, batch[1]), list(network.parameters()))])
+    error = largest(*results)
+    print(f"largest difference of packed and padded: {error:.1e}")
+    assert error < 1e-5 and all(part.isfinite().all() for part in results[0])
+
+
+@KERNELS
+@pytest.mark.parametrize("training", [True, False])
+def test_padding_never_moves_the_logits(kernel, training):  # M01, M02
+    network = classifier(kernel).train(training)
+    (tokens, positions, mask), _ = data.collate_tokens(digits(range(16)))
+    together = network((tokens, positions, mask))
+    for i in range(16):
+        n = mask[i].sum()
+        for more in (0, 1, 5, 50):  # alone, and beside nothing: 50 is more than there are places
+            grid = torch.ones(1, n + more, dtype=torch.bool)
+            grid[:, n:] = False
+            padded = unpack(tokens[i, :n], grid), unpack(positions[i, :n], grid), grid
+            assert (network(padded) - together[i]).abs().max() < 1e-5
+    noise = torch.randn_like(tokens) * 100
+    noise[0, 0] = math.nan
+    dirty = torch.where(mask[..., None], tokens, noise), torch.where(mask, positions, 10**6), mask
+    assert (network(dirty) - together).abs().max() < 1e-6
+    changed = tokens.clone()
+    changed[:, 0] += 1
+    moved = (network((changed, positions, mask)) - together).abs().amax(1)
+    assert moved.min() > 1e-4, moved
+
+
+@KERNELS
+def test_one_fully_masked_row_leaves_the_others_alone(kernel):  # M01
+    network = classifier(kernel)
+    (tokens, positions, mask), labels = data.collate_tokens(digits(range(8)))
+    mask[3] = False
+    logits = network((tokens, positions, mask))
+    F.cross_entropy(logits, labels).backward()
+    assert logits.isfinite().all() and all(p.grad.isfinite().all() for p in network.parameters())
+    others = [i for i in range(8) if i != 3]
+    assert (logits[others] - network((tokens[others], positions[others], mask[others]))).abs().max() < 1e-5
+
+
+def test_a_place_that_does_not_exist_is_an_error():
+    network, mask = classifier(), torch.ones(1, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match="position 49, but places 0 to 48"):
+        network((torch.zeros(1, 2, 16), torch.tensor([[3, 49]]), mask))
+
+
+@pytest.mark.parametrize("collate", [data.collate_tokens, data.collate_packed])
+def test_gradient_checkpointing_gives_the_same_gradients(collate):
+    inputs, labels = collate(digits(range(16)))
+    results, stored = [], []
+    for grad_checkpoint in (False, True):
+        network = classifier(dropout=0.3)
+        network.grad_checkpoint = grad_checkpoint
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+            torch.manual_seed(1)
+            loss = F.cross_entropy(network(inputs), labels)
+        stored.append(sum(sizes))
+        results.append(torch.autograd.grad(loss, list(network.parameters())))
+    print(f"numbers kept for the backward pass: {stored[0]:,} without, {stored[1]:,} with")
+    assert largest(*results) == 0 and stored[1] < stored[0] / 4
+
+
+def test_positions_count_and_order_does_not():
+    network = classifier()
+    (tokens, positions, mask), _ = data.collate_tokens(digits(range(4)))
+    logits = network((tokens, positions, mask))
+    shuffled = torch.randperm(mask.shape[1])
+    assert (network((tokens[:, shuffled], positions[:, shuffled], mask[:, shuffled])) - logits).abs().max() < 1e-5
+    assert (network((tokens, positions.flip(0) * mask, mask)) - logits).abs().max() > 1e-4
+
+
+def test_init_weights_by_apply():
+    layers = nn.Sequential(nn.Linear(400, 300), nn.Embedding(100, 50), nn.LayerNorm(5)).apply(init_weights)
+    assert not layers[0].bias.any() and layers[0].weight.std().item() == pytest.approx(math.sqrt(2 / 700), rel=0.02)
+    assert layers[1].weight.std().item() == pytest.approx(0.5, rel=0.05) and layers[2].weight.eq(1).all()
+
+
+@pytest.mark.parametrize("collate", [data.collate_packed, partial(data.collate_tokens, blank=True)])
+def test_overfits_a_tiny_batch(collate):
+    inputs, labels = collate(digits(range(16)))
+    network = classifier()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
+    for _ in range(100):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(logits := network(inputs), labels)
+        loss.backward()
+        optimizer.step()
+    print(f"loss {loss.item():.4f}")
+    assert loss.item() < 0.01 and torch.equal(logits.argmax(1), labels)
+
+
+def test_picture_of_attention(tmp_path):
+    from PIL import Image
+
+    images, labels = digits(range(5))
+    images[4] = 0
+    batch, _ = data.collate_tokens((images, labels))
+    utils.attention_picture(tmp_path / "a.png", classifier(), batch, images)
+    picture = Image.open(tmp_path / "a.png")
+    assert picture.mode == "RGB" and picture.size == (5 * 120 + 8, 128)
+    red, green, blue = (channel.getextrema() for channel in picture.crop((8, 8, 120, 120)).split())
+    assert red[1] == 255 and green == blue and green[0] == 0  # ink, and red where the weight is
+    last = picture.crop((8 + 4 * 120, 8, 4 * 120 + 120, 120))  # nothing to look at
+    assert last.getextrema() == ((0, 0), (0, 0), (0, 0))
