@@ -1,18 +1,17 @@
 """Networks: a batch goes in, one row of logits for each sample comes out.
 
-SimpleCNN             images (B, 1, 28, 28) -> logits (B, K)
-AttentionClassifier   (tokens (B, L, P), positions (B, L), mask (B, L)) -> logits (B, K)
-SimpleSelfAttention, TemperatureSoftmax, MaskedPooling, Block   what it is made of
+SimpleCNN            images (B, 1, 28, 28) -> logits (B, K)
+AttentionClassifier  (tokens (B, L, P), positions (B, L), mask (B, L)) -> logits (B, K), and its parts before it
+quantize             either of them with weights of 2 to 8 bits, by the straight-through estimator RoundSTE
 
-A mask is bool, True = a real token, everywhere. This file knows nothing of files, batches or training; it imports torch
-alone. `python model.py` shows the shapes on their way through the networks.
+A mask is bool, True = a real token, everywhere. This file knows nothing of files or training and imports torch alone.
+`python model.py` shows the shapes on their way through the networks.
 
 Letters: B samples in a batch, C channels, K classes; L tokens of the longest sample, T real tokens in the batch, each
 with P pixels, d its width in the network, H heads of width D = d / H. "Needs" in a docstring: what to copy along.
 """
 
 import math
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -28,12 +27,16 @@ class SimpleCNN(nn.Module):
     width    channels C of the first convolution; the layers after it have 2C, 4C and K outputs
     dropout  probability with which a hidden unit is dropped (Srivastava et al. 2014), 0 <= dropout < 1
     classes  K
+    norm     "none"; "batch" (Ioffe and Szegedy 2015), over one forward pass of one process: accumulation and several
+             processes do not give what one big batch does; with "group" (Wu and He 2018), over a sample, they do
 
     images float (B, 1, 28, 28), normalized -> logits (B, K). Width 32 and 10 classes make 421,642 parameters.
     """
 
-    def __init__(self, width=32, dropout=0.5, classes=10):
+    def __init__(self, width=32, dropout=0.5, classes=10, norm="none"):
         super().__init__()
+        make = {"none": nn.Identity, "batch": nn.BatchNorm2d, "group": lambda C: nn.GroupNorm(math.gcd(8, C), C)}[norm]
+        self.norm1, self.norm2 = make(width), make(2 * width)
         self.conv1 = nn.Conv2d(1, width, kernel_size=3, padding=1)  # padding 1 keeps 28 x 28 pixels
         self.conv2 = nn.Conv2d(width, 2 * width, kernel_size=3, padding=1)
         self.fc1 = nn.Linear(2 * width * 7 * 7, 4 * width)  # two pools leave 28 / 2 / 2 = 7 x 7 pixels
@@ -43,8 +46,8 @@ class SimpleCNN(nn.Module):
     def forward(self, images):
         # Textbooks write pool(relu(x)). ReLU is monotone, so the largest of four stays the largest: relu(pool(x))
         # is the same function to the bit, gradients included, and ReLU has a quarter of the elements to go through.
-        x = F.relu(F.max_pool2d(self.conv1(images), 2))  # (B, C, 14, 14)
-        x = F.relu(F.max_pool2d(self.conv2(x), 2))  # (B, 2C, 7, 7)
+        x = F.relu(F.max_pool2d(self.norm1(self.conv1(images)), 2))  # (B, C, 14, 14)
+        x = F.relu(F.max_pool2d(self.norm2(self.conv2(x)), 2))  # (B, 2C, 7, 7)
         x = x.flatten(1)  # (B, 2C * 49)
         x = self.dropout(F.relu(self.fc1(x)))  # (B, 4C)
         return self.fc2(x)  # (B, K); no softmax: cross_entropy applies log_softmax, which does not overflow
@@ -78,8 +81,8 @@ class SimpleSelfAttention(nn.Module):
     (column); None = all real -> (B, L, d). What x holds where mask (B, L) is False has no effect, not even NaN. A query
     that may look at nothing gets zeros. TypeError for a mask that is not bool.
 
-    Packed: x (T, d), the real tokens of all samples in one row, mask (B, L) with T times True -> (T, d). The samples do
-    not see each other, as if a block-diagonal mask (1, T, T) forbade it, and padding takes no part in the projections.
+    Packed: x (T, d), the real tokens of all samples in one row, mask (B, L) with T times True -> (T, d). Samples do not
+    see each other, as with a block-diagonal mask (1, T, T), and padding takes no part in the projections.
     """
 
     def __init__(self, d_model, n_heads, kernel="manual"):
@@ -92,8 +95,7 @@ class SimpleSelfAttention(nn.Module):
 
     def forward(self, x, mask=None):
         packed = x.ndim == 2
-        if mask is None:
-            mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
         grid = mask.shape if packed else x.shape[:2]  # (B, L)
         check_mask(mask, grid if mask.ndim == 2 else (*grid, grid[1]))
         if not packed and mask.ndim == 2:
@@ -125,8 +127,7 @@ class SimpleSelfAttention(nn.Module):
 class TemperatureSoftmax(nn.Module):
     """softmax(scores / t) over the last dimension, with a temperature t that is learnt. Needs: check_mask.
 
-    temperature  what t is before the first step, exactly; > 0, and softplus keeps it there
-
+    temperature: what t is before the first step, exactly; > 0, and softplus keeps it there.
     scores (..., L), mask bool (..., L) or None -> weights (..., L), 0 where the mask is False, even if all of it is.
     """
 
@@ -153,8 +154,7 @@ class TemperatureSoftmax(nn.Module):
 class MaskedPooling(nn.Module):
     """Mean of each sample's real tokens, weighted by a learnt score. Needs: TemperatureSoftmax, check_mask, unpack.
 
-    x (B, L, d), mask bool (B, L), or packed x (T, d), mask (B, L), segments int64 (T,), the sample of each token
-    -> (B, d); zeros for a sample without tokens.
+    x (B, L, d), mask bool (B, L), or x (T, d), mask, segments int64 (T,), packed -> (B, d); zeros where no token is.
     """
 
     def __init__(self, d_model):
@@ -192,21 +192,18 @@ class Block(nn.Module):
 
 
 class AttentionClassifier(nn.Module):
-    """A small vision transformer (Dosovitskiy et al. 2021), for samples of any number of patches.
+    """A small vision transformer (Dosovitskiy et al. 2021), for any number of patches, of P pixels in `places` places.
 
-    width, dropout   d, and the probability with which the output of a branch is dropped
-    patch, places    P pixels of a patch, and the number of places where one can lie
-    grad_checkpoint  keep only what enters a block, and compute the rest again in the backward pass (Chen et al. 2016)
-    Needs: Block, MaskedPooling, check_mask, init_weights.
+    grad_checkpoint: keep what enters a block alone, and compute the rest again in the backward pass (Chen et al. 2016).
 
     batch = (tokens float (B, L, P), positions int64 (B, L), mask bool (B, L)), in which padding may hold anything
     or packed (tokens (T, P), positions (T,), mask (B, L), segments int64 (T,)) -> logits (B, K). ValueError for a
-    position that is not one of the `places` (a GPU has an error of its own). Width 64: 105,036 parameters.
+    position beyond the places (a GPU has its own error). Needs: Block, MaskedPooling, check_mask, init_weights.
     """
 
     def __init__(
-        self, width=64, dropout=0.0, classes=10, blocks=2, n_heads=4, patch=16, places=49,
-        kernel="manual", grad_checkpoint=False,
+        self, width=64, dropout=0.0, classes=10, kernel="manual", grad_checkpoint=False,
+        blocks=2, n_heads=4, patch=16, places=49,
     ):
         super().__init__()
         self.embed, self.place = nn.Linear(patch, width), nn.Embedding(places, width)
@@ -242,23 +239,162 @@ def init_weights(module):
         nn.init.normal_(module.weight, std=0.5)  # places about as large as the embedded pixels that they join
 
 
+# ---------------------------------------------------------------------------------------------------- quantization
+
+
+class RoundSTE(torch.autograd.Function):
+    """Rounding to s times an integer in low..high, with the straight-through estimator (Bengio et al. 2013).
+
+    forward   y(x) = s min(max(round(x / s), low), high), halves to the even integer; NaN to low, as in torch's own
+    backward  dy/dx is 0 wherever it exists, and nothing would be learnt. In its place stands that of x limited to the
+              range: 1 where round(x / s) is in low..high, both ends included, and 0 outside.
+
+    Not by x + (y - x).detach() and clamp: its gradient at the bounds is 1 in one version of torch and 0 in the next,
+    and on a bound lies the largest weight, which would then stay there for good.
+    """
+
+    generate_vmap_rule = True  # for torch.func.vmap
+
+    @staticmethod
+    def forward(x, scale, low, high):
+        steps = (x.to(scale.dtype) * (1 / scale)).round().nan_to_num(nan=low)  # times 1 / s, to the bit as torch's own
+        return (steps.clamp(low, high) * scale).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # apart from forward, as torch.func wants it
+        x, scale, low, high = inputs
+        steps = (x.to(scale.dtype) * (1 / scale)).round()
+        ctx.save_for_backward((steps >= low) & (steps <= high))
+
+    @staticmethod
+    def backward(ctx, gradient):  # for forward mode there would be a jvp, but torch.compile takes no Function with one
+        return gradient * ctx.saved_tensors[0], None, None, None
+
+
+def quantization_scale(x, bits, axis=None):
+    """The step s for which x / s fills -high..high, high = 2^(bits - 1) - 1: the largest magnitude / high, float32.
+
+    One for all of x, or one for each index along `axis`, in a shape such as (C, 1, 1, 1). ValueError unless bits is 2
+    to 8. No gradient goes through it.
+    """
+    if not 2 <= bits <= 8:
+        raise ValueError(f"{bits} bits: 2 to 8 expected")
+    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))  # in fp16 the step of small weights would be 0
+    largest = x.abs().amax() if axis is None else x.abs().amax([d for d in range(x.ndim) if d != axis], keepdim=True)
+    return (largest / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(x.dtype).tiny)  # of zeros: 0 / 0 would be NaN
+
+
+def fake_quantize(x, bits=8, axis=None, scale=None):
+    """x rounded to integers of so many bits times a scale, by default its quantization_scale; shape and dtype of x.
+
+    Symmetric: without -2^(bits - 1), which mirrors nothing; 2 bits say -s, 0 and s. Off by s / 2 at most. The gradient
+    goes through as if nothing had been rounded (Jacob et al. 2018). Needs: RoundSTE, quantization_scale.
+    """
+    high = 2 ** (bits - 1) - 1
+    return RoundSTE.apply(x, quantization_scale(x, bits, axis) if scale is None else scale, -high, high)
+
+
+class QuantActivation(nn.Module):
+    """Fake-quantizes what comes, by a running mean of its largest magnitude in training.
+
+    Needs: fake_quantize, quantization_scale.
+    """
+
+    def __init__(self, bits):
+        super().__init__()
+        self.bits = bits
+        self.register_buffer("range", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            largest = x.detach().abs().amax().float()
+            self.range.copy_(torch.where(self.range > 0, self.range.lerp(largest, 0.05), largest))
+        return fake_quantize(x, self.bits, scale=quantization_scale(self.range, self.bits))
+
+
+class QuantConv2d(nn.Conv2d):
+    """nn.Conv2d whose weight is fake-quantized in each forward pass, by output channel. Needs: fake_quantize.
+
+    The weight itself stays float, and steps add up in it until it rounds to another integer. Its key is the same, so a
+    float checkpoint loads. A quantizer of the input, such as QuantActivation, is optional.
+    """
+
+    def __init__(self, *args, bits=8, quantize_input=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.bits, self.quantize_input = bits, quantize_input or nn.Identity()
+
+    def forward(self, x):
+        return self._conv_forward(self.quantize_input(x), fake_quantize(self.weight, self.bits, axis=0), self.bias)
+
+
+class QuantLinear(nn.Linear):
+    """nn.Linear in the way of QuantConv2d, by output feature. Needs: fake_quantize."""
+
+    def __init__(self, *args, bits=8, quantize_input=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.bits, self.quantize_input = bits, quantize_input or nn.Identity()
+
+    def forward(self, x):
+        return F.linear(self.quantize_input(x), fake_quantize(self.weight, self.bits, axis=0), self.bias)
+
+
+def quantize(model, bits, activation_bits=None):
+    """Makes quantized layers of all in `model`, and returns it. Needs: QuantConv2d, QuantLinear, QuantActivation."""
+    for layer in list(model.modules()):
+        quantized = {nn.Conv2d: QuantConv2d, nn.Linear: QuantLinear}.get(type(layer))
+        if quantized:
+            layer.__class__ = quantized  # the same object: parameters, hooks, device and place in the model stay
+            layer.bits = bits
+            layer.quantize_input = QuantActivation(activation_bits) if activation_bits else nn.Identity()
+    return model
+
+
+def pack_weights(model):
+    """The state_dict of a model from `quantize`, each weight as {"integers": int8 (bytes,), "scale", "bits", "shape"}.
+
+    Of 3 or 4 bits two are in a byte, of 2 bits four. Needs: QuantConv2d, QuantLinear, quantization_scale, field_of.
+    """
+    weights = dict(model.state_dict())
+    for name, layer in model.named_modules():
+        if isinstance(layer, (QuantConv2d, QuantLinear)):
+            scale, high = quantization_scale(layer.weight, layer.bits, axis=0), 2 ** (layer.bits - 1) - 1
+            integers = (layer.weight.detach() * (1 / scale)).round().clamp(-high, high).to(torch.int8).flatten()
+            wide, shifts = field_of(layer.bits)
+            fields = F.pad(integers, (0, -len(integers) % len(shifts))).view(torch.uint8).view(-1, len(shifts))
+            packed = ((fields & 2**wide - 1) << shifts).sum(1, dtype=torch.uint8).view(torch.int8)
+            about = {"scale": scale, "bits": layer.bits, "shape": list(layer.weight.shape)}
+            weights[f"{name}.weight"] = {"integers": packed} | about
+    return weights
+
+
+def unpack_weights(weights):
+    """The plain float state_dict of what pack_weights returned; of a plain one, the same. Needs: field_of."""
+    weights = dict(weights)
+    for key, value in weights.items():
+        if isinstance(value, dict):
+            wide, shifts = field_of(value["bits"])
+            # Each field is moved to the upper end of its byte, and back down as int8: that takes its sign along.
+            integers = (value["integers"].view(torch.uint8)[:, None] << 8 - wide - shifts).view(torch.int8) >> 8 - wide
+            weights[key] = integers.flatten()[: math.prod(value["shape"])].view(value["shape"]) * value["scale"]
+    return weights
+
+
+def field_of(bits):
+    """How many bits a packed integer takes, 2, 4 or 8, and where in a byte they begin."""
+    wide = 2 if bits == 2 else 4 if bits <= 4 else 8
+    return wide, torch.arange(0, 8, wide, dtype=torch.uint8)
+
+
 def count_parameters(model):
     """Number of trainable scalars in `model`."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 if __name__ == "__main__":
-    mask = torch.arange(5) < torch.tensor([3, 1])[:, None]  # two samples: three tokens, and one; padded to five
-    tokens = torch.randn(2, 5, 16), torch.arange(5).expand(2, 5), mask
-    print(f"mask, True = a real token:\n{mask.int()}")
-    for model, batch in ((SimpleCNN(), torch.zeros(2, 1, 28, 28)), (AttentionClassifier(), tokens)):
-
-        def show(layer, inputs, output, name):
-            print(f"{name:22} {str(tuple(output.shape)):18} {count_parameters(layer):7,} parameters")
-
-        for name, layer in [*model.named_modules()][1:]:  # a hook sees what a layer returns, but not the functions
-            if not isinstance(layer, nn.ModuleList):
-                layer.register_forward_hook(partial(show, name=name))
-        model.register_forward_hook(partial(show, name=type(model).__name__))
-        with torch.no_grad():
-            model.eval()(batch)
+    mask = torch.arange(5) < torch.tensor([3, 1])[:, None]  # two samples, of three tokens and of one, padded to five
+    batches = torch.zeros(2, 1, 28, 28), (torch.randn(2, 5, 16), torch.arange(5).expand(2, 5), mask)
+    for model, batch in zip((SimpleCNN(), AttentionClassifier()), batches):
+        print(f"{type(model).__name__}, {count_parameters(model):,} parameters")
+        for name, layer in model.named_modules():  # a hook sees what a layer returns
+            layer.register_forward_hook(lambda _, __, y, name=name: print(f"    {name:22} {tuple(y.shape)}"))
+        model.eval()(batch)
