@@ -1,7 +1,6 @@
 """Trains a neural network on MNIST.
 
 python train.py --epochs 10                                    train; everything else has a default
-python train.py --epochs 10 --amp bf16 --batch-size 512        mixed precision, larger batches
 python train.py --resume runs/mnist-cnn-1/last.pt              go on, from any step, as if nothing had happened
 python train.py --evaluate runs/mnist-cnn-1/best.pt            loss, accuracy and confusion matrix of the test set
 python train.py --dry-run                                      a few batches of everything, from end to end
@@ -9,7 +8,6 @@ torchrun --standalone --nproc-per-node 2 train.py --epochs 10  several processes
 
 A run leaves a folder under runs/: best.pt and last.pt (weights and state), metrics.csv (one row per epoch),
 run.json (arguments, versions, data, final figures). To train another network, change build_model.
-
 Letters: B samples in a batch, K classes. "Needs" in a docstring: what to copy along with the function.
 """
 
@@ -21,7 +19,6 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -29,20 +26,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
 
 import data
 import model as networks
 import utils
 
-
 DEFAULTS = {"cnn": {"width": 32, "dropout": 0.25}, "attention": {"width": 64, "dropout": 0.0}}  # by model
 
 
 def parse_args(argv=None, stored=None):
-    """The command line as a Namespace. A wrong value ends the program with status 2 and one line. Needs: DEFAULTS.
-
-    `stored`, the arguments in a checkpoint, are the defaults then: what is given on the command line wins.
-    """
+    """The command line over `stored`, a checkpoint's arguments. A wrong value: one line, status 2. Needs: DEFAULTS."""
     parser = argparse.ArgumentParser(
         usage="python train.py [flags]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,19 +49,20 @@ def parse_args(argv=None, stored=None):
         help="auto (default) is mnist if it is in --data-dir or can be downloaded, else the bundled sample")
     add("--data-dir", default="data", metavar="DIR", help="where data sets lie or are downloaded to (default data)")
     add("--val-size", default=5000, type=whole, metavar="N", help="held out, at most a twelfth; 0: none (default 5000)")
-    add("--workers", default=0, type=utils.number(int, 0, 256), metavar="N",
-        help="processes that load data; 0: none, the fastest for data in memory (default 0)")
+    add("--workers", default=0, type=utils.number(int, 0, 256), help="processes that load data; 0: none (default 0)")
     add("--augment", **switch | {"default": True}, help="shift, turn and scale the training images (default on)")
     add("--balanced", **switch, help="draw all classes equally often, repeating (default off)")
+    add("--stream", **switch, help="read training images batch by batch, for files larger than memory (default off)")
 
     add = parser.add_argument_group("model").add_argument
     add("--model", default="cnn", choices=tuple(DEFAULTS), help="convolutions (default) or attention over patches")
     add("--width", type=count, metavar="C", help="of the first layer, or of a token (default 32, attention 64)")
     add("--dropout", type=utils.number(float, 0, 0.99), help="of hidden units; 0: off (default 0.25, attention 0)")
+    add("--norm", default="none", choices=("none", "batch", "group"), help="cnn: after convolutions (default none)")
     add("--tokens", default="packed", choices=("packed", "padded", "all"),
         help="attention: patches with ink, in one row (default) or padded to the longest of the batch; or all patches")
-    add("--attention-kernel", default="manual", choices=("manual", "fused"),
-        help="attention: written out (default, the faster on a CPU), or F.scaled_dot_product_attention")
+    add("--attention-kernel", default="manual", choices=("manual", "fused"), help="by hand (default) or by SDPA")
+    add("--quant-bits", default=0, type=int, choices=(0, *range(2, 9)), help="weights of N bits; 0: float (default 0)")
     add("--grad-checkpoint", **switch, help="attention: compute blocks twice instead of keeping them (default off)")
 
     add = parser.add_argument_group("optimisation").add_argument
@@ -85,54 +80,43 @@ def parse_args(argv=None, stored=None):
     add = parser.add_argument_group("machine").add_argument
     add("--device", default="auto", metavar="DEV", help="cpu, cuda, mps, xpu (default auto: cpu if there is no other)")
     add("--amp", choices=("off", "fp16", "bf16"), help="mixed precision (default bf16 on a GPU that has it, else off)")
+    add("--sync-bn", **switch, help="batch norm over the batches of all GPUs (default off)")
     add("--compile", **switch, help="torch.compile: a slow start, for a faster GPU (default off)")
     add("--channels-last", **switch | {"default": True}, help="NHWC in memory, faster than NCHW (default on)")
     add("--deterministic", **switch, help="reproducible on a GPU too, but slower (default off)")
 
-    group = parser.add_argument_group("run")
-    add = group.add_argument
+    add = (group := parser.add_argument_group("run")).add_argument
     add("--out", metavar="DIR", help="the run's folder (default runs/<data>-<model>-<n>, the next free n)")
     add("--seed", default=0, type=utils.number(int, 0, 2**32 - 1), help="of all random numbers (default 0)")
     add("--dry-run", action="store_true", help="one epoch of two training batches, then a small test (default off)")
     add("--pictures", **switch, help="--evaluate attention: save where it looked, attention.png (default off)")
     add("--save-every", default=0, type=whole, metavar="N", help="write last.pt every N steps, too; 0: off (default 0)")
+    add("--teacher", metavar="CKPT", help="learn from the answers of this model, too (default none)")
+    add("--format", default="int8", choices=("int8",), help="int8 (default): integers of --quant-bits, else 8")
     add = group.add_mutually_exclusive_group().add_argument
     add("--resume", metavar="CKPT", help="go on from this checkpoint; its arguments are the defaults (default none)")
     add("--init", metavar="CKPT", help="begin with the weights of this checkpoint that fit (default none)")
+    add("--export", metavar="CKPT", help="do not train; write its weights in --format, beside it (default none)")
     add("--evaluate", metavar="CKPT", help="do not train; evaluate this checkpoint on the test set (default none)")
     parser.set_defaults(**(stored or {}))
     args = parser.parse_args(argv)
-    for key, value in DEFAULTS[args.model].items():
-        if getattr(args, key) is None:
-            setattr(args, key, value)
+    vars(args).update({key: value for key, value in DEFAULTS[args.model].items() if getattr(args, key) is None})
+    if args.norm == "batch" and args.batch_size == 1:
+        parser.error("--norm batch: a batch of 1 is its own mean; take --norm group or a larger --batch-size")
+    if args.balanced and args.stream:
+        parser.error("--balanced: cannot draw from a --stream, which reads in order")
     return args
 
 
 def build_model(args, classes):
     """The network, on the CPU: a fork changes this function. `classes` is the list of K names."""
     if args.model == "attention":
-        return networks.AttentionClassifier(
-            args.width, args.dropout, len(classes), kernel=args.attention_kernel, grad_checkpoint=args.grad_checkpoint
+        model = networks.AttentionClassifier(
+            args.width, args.dropout, len(classes), args.attention_kernel, args.grad_checkpoint
         )
-    return networks.SimpleCNN(args.width, args.dropout, len(classes))
-
-
-def pick_collate(args):
-    """What makes the network's input of a batch of images, for data.make_loader."""
-    if args.model == "cnn":
-        return data.collate_images
-    return data.collate_packed if args.tokens == "packed" else partial(data.collate_tokens, blank=args.tokens == "all")
-
-
-def build_optimizer(model, args):
-    """AdamW (Loshchilov and Hutter 2019), decaying weights only: a bias or a norm's gain has no reason to be small."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": args.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    # beta2 0.95 averages over some 20 steps. The default, 0.999, averages over 1000: long for a run of a few thousand.
-    # Fused is one kernel for all parameters, four times faster on a CPU.
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    else:
+        model = networks.SimpleCNN(args.width, args.dropout, len(classes), args.norm)
+    return networks.quantize(model, args.quant_bits) if args.quant_bits else model
 
 
 # ---------------------------------------------------------------------------------------------------- the loop
@@ -140,20 +124,22 @@ def build_optimizer(model, args):
 LOSS, CORRECT, SAMPLES, NORM, TAKEN, FINITE = range(6)  # what is summed over an epoch, in one tensor on the device
 
 
-def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=print, after_step=lambda: None):
-    """Trains for one epoch and returns its metrics as a dict. Needs: finite_means, LOSS, utils.lr_at.
+def train_one_epoch(
+    model, loader, optimizer, scaler, state, args, device, show=print, after_step=lambda: None, teacher=None
+):
+    """Trains for one epoch and returns its metrics as a dict. Needs: LOSS.
 
-    model, optimizer, scaler  on `device`; the scaler is enabled for fp16 alone
-    loader                    pairs of what the model takes and labels int64 (B,)
-    state                     where the run is, see utils.new_state; up to date, and can be saved, after each step
-    args                      accum, lr, warmup, schedule, label_smoothing, clip, amp
-    show                      takes a line on the progress now and then
-    after_step                is called after each step
+    loader   pairs of what the model takes and labels int64 (B,)
+    state    where the run is, see utils.new_state; up to date whenever after_step is called, and can be saved there
+    args     accum, lr, warmup, schedule, label_smoothing, clip, amp
+    show     takes a line on the progress now and then
+    teacher  a model in eval mode, without gradients, whose answers are targets, too
 
-    Raises FloatingPointError, with epoch and step, if the loss or the gradient is not finite.
+    FloatingPointError, with epoch and step, if the loss or the gradient is not finite.
     """
     model.train()
-    loader.sampler.set_epoch(state["epoch"])  # without it every epoch has the order of the first
+    order = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
+    order.set_epoch(state["epoch"])  # without it every epoch has the order of the first
     batches = iter(loader)
     if state["batch"]:  # a resumed epoch: pass over what was trained on before it stopped
         rng = utils.rng_state(device)
@@ -171,7 +157,8 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
         before = time.perf_counter()
         window = list(islice(batches, args.accum))  # at the end of an epoch a short one: dropped batches are lost data
         waited += time.perf_counter() - before
-        count = sum(len(labels) for _, labels in window)
+        count = sum((labels >= 0).sum().item() for _, labels in window)  # a label -100 is nobody's: data.EpochSampler
+        counts = utils.gather_over_ranks(count)
         seen += count
 
         optimizer.zero_grad(set_to_none=True)
@@ -183,12 +170,15 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
             with nullcontext() if exchange else model.no_sync():
                 with utils.autocast(device, args.amp):
                     logits = model(inputs)  # (B, K)
+                    wanted = teacher(inputs) if teacher else None  # (B, K)
                 logits = logits.float()  # a softmax in 16 bits is off in the third digit
                 loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=args.label_smoothing)
+                if teacher:
+                    loss = loss + utils.distillation(logits, wanted.float())
                 # Sum over the samples / count of the window = the mean over the window, exactly. The usual
                 # mean-of-batch / accum gives a sample more weight in a short batch, and too little in a short window.
-                # The sampler deals all ranks equal counts, so the mean that DDP takes over the ranks is exact as well.
-                scaler.scale(loss / count).backward()
+                # DDP takes the mean over ranks: with the ranks' mean count that is the mean over all their samples.
+                scaler.scale(loss * len(counts) / sum(counts)).backward()
             loss_sum += loss.detach()
             sums[CORRECT] += (logits.detach().argmax(1) == labels).sum()
 
@@ -216,50 +206,36 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
         now = time.perf_counter()
         if now - printed > (0.2 if sys.stdout.isatty() else 5.0):
             printed = now
-            loss, accuracy, _ = finite_means(sums, state["epoch"])
+            loss, accuracy, _ = utils.finite_means(sums, state["epoch"])
             passed = now - started
             left = round(passed / (index + 1 - first) * (total - state["epoch"] * windows - index - 1))
-            show(
-                f"step {index + 1}/{windows} loss {loss:.3f} acc {100 * accuracy:.1f} % lr {lr:.1e} "
-                f"{seen / passed:.0f} images/s data {100 * waited / passed:.0f} % "
-                f"{left // 60}:{left % 60:02} left"
-            )
+            show(f"step {index + 1}/{windows} loss {loss:.3f} acc {100 * accuracy:.1f} % lr {lr:.1e} "
+                 f"{seen / passed:.0f} images/s data {100 * waited / passed:.0f} % {left // 60}:{left % 60:02} left")
         after_step()
 
-    finite_means(sums, state["epoch"])  # before ranks are summed: this one's FINITE is the number of the step
+    utils.finite_means(sums, state["epoch"])  # before ranks are summed: this one's FINITE is the number of the step
     seconds = time.perf_counter() - started  # since the resume, if there was one in this epoch
-    loss, accuracy, norm = finite_means(utils.sum_over_ranks(sums.clone()), state["epoch"])
+    loss, accuracy, norm = utils.finite_means(utils.sum_over_ranks(sums.clone()), state["epoch"])
     return {
         "epoch": state["epoch"] + 1, "step": state["step"], "skipped": state["skipped"],
         "lr": optimizer.param_groups[0]["lr"], "train_loss": loss, "train_accuracy": accuracy, "grad_norm": norm,
-        "seconds": seconds, "images_per_second": seen / seconds, "waiting": waited / seconds,
+        "seconds": seconds, "waiting": waited / seconds,
+        "images_per_second": sum(utils.gather_over_ranks(seen)) / seconds,
     }
 
 
-def finite_means(sums, epoch):
-    """Mean loss and accuracy per sample and gradient norm per step; FloatingPointError where they are not finite."""
-    loss, correct, samples, norm, taken, finite = sums.tolist()  # here the host waits for the device
-    if not math.isfinite(loss + norm):
-        raise FloatingPointError(
-            f"epoch {epoch + 1}, step {finite + 1:.0f}: loss or gradient is not finite (sums {loss:g}, {norm:g}); "
-            "look at the data of this step, or lower --lr"
-        )
-    return loss / samples, correct / samples, norm / max(1.0, taken)
-
-
 @torch.no_grad()  # keeps no graph. eval() is another thing, it turns dropout off: evaluation needs both
-def evaluate(model, loader, device, amp="off", before_batch=lambda: None):
+def evaluate(model, loader, device, amp="off"):
     """Mean loss and accuracy over the samples of all ranks, as a dict. Needs: utils.sum_over_ranks.
 
     Also "samples", their number, and "confusion", int64 (K, K): how often label i (row) was taken for class j (column).
-    Each rank's loader brings other samples, none twice. The model is left in the mode in which it came.
+    Ranks bring different samples, none twice. The model is left in the mode in which it came.
     """
     training, K = model.training, len(loader.dataset.classes)
     model.eval()
     loss = torch.zeros((), device=device)
     confusion = torch.zeros(K * K, dtype=torch.int64, device=device)
     for batch in loader:
-        before_batch()
         inputs, labels = utils.to_device(batch, device)
         with utils.autocast(device, amp):
             logits = model(inputs)  # (B, K)
@@ -280,11 +256,12 @@ def main(argv=None):
     """The program, in the order of time: arguments, data, model, arithmetic, epochs, test."""
     args, checkpoint = parse_args(argv), None
     with utils.one_line(ValueError, OSError):
-        if path := args.resume or args.evaluate or args.init:
+        if path := args.resume or args.evaluate or args.init or args.export:
             checkpoint = utils.load_checkpoint(path)
+            checkpoint["model"] = networks.unpack_weights(checkpoint["model"])
             if not args.init:
                 args = parse_args(argv, checkpoint.get("args"))
-        once = ("device", "out", "dry_run", "resume", "init", "evaluate")  # of this run of the program alone
+        once = ("device", "out", "dry_run", "resume", "init", "evaluate", "export")  # of this run of the program alone
         stored = {key: value for key, value in vars(args).items() if key not in once}
         device = utils.pick_device(args.device)
         rank, world_size, device = utils.init_distributed(device)
@@ -293,26 +270,50 @@ def main(argv=None):
         utils.keep_freed_memory()
         utils.set_seed(args.seed + rank, args.deterministic)  # ranks drop different units; DDP gives them equal weights
 
+        if args.export:
+            args.quant_bits = args.quant_bits or 8
+            model = build_model(args, checkpoint["classes"])
+            utils.load_weights(model, checkpoint["model"])
+            path = Path(args.export).with_suffix(f".int{args.quant_bits}.pt")
+            packed = {"model": networks.pack_weights(model), "args": stored | {"quant_bits": 0}}
+            utils.save_checkpoint(path, packed | {"classes": checkpoint["classes"]})
+            size, full = path.stat().st_size, 4 * networks.count_parameters(model)
+            return say(f"{path}: {size:,} bytes, {size / full:.3f} of its weights in float32")
+
         name, train, test = data.load_dataset(args.dataset, args.data_dir, utils.once_per_machine, say)
-        images, labels, classes = train
         few = 2 * args.batch_size * world_size if args.dry_run else None  # [:None] is everything
-        train_part, val_part = (part[:few] for part in data.split_validation(len(images), args.val_size, args.seed))
-        train_set = data.Digits(images[train_part], labels[train_part], classes, args.augment, args.seed)
-        val_set = data.Digits(images[val_part], labels[val_part], classes)
-        test_set = data.Digits(test[0][:few], test[1][:few], classes)
-        facts = {"name": name, "train": len(train_set), "val": len(val_set), "test": len(test_set), "seed": args.seed}
+        (images, labels, classes), test_set = train, data.Digits(test[0][:few], test[1][:few], train[2])
+        N = len(images[:few])
+        train_part, val_part = data.split_validation(N, args.val_size, args.seed)
+        if args.stream:  # held out evenly from the whole file: a list of what is left would grow with it
+            val_part = torch.linspace(0, N - 1, len(val_part), dtype=torch.float64).long()
+            raw = (data.SAMPLE / "MNIST" if name == "sample" else Path(args.data_dir) / name) / "raw"
+            files, deal = [raw / file for file in data.IDX_FILES[:2]], (args.seed, world_size, rank)
+            train_set = data.DigitStream(files, N, args.batch_size, val_part, args.augment, *deal)
+            val_set = torch.cat([data.read_idx(files[0], 3)[part] for part in val_part.split(8)])  # a few pages a map
+        else:
+            train_set = data.Digits(images[train_part], labels[train_part], classes, args.augment, args.seed)
+        val_set = data.Digits(val_set if args.stream else images[val_part], labels[val_part], classes)
+        facts = {"name": name, "train": N - len(val_set), "val": len(val_set), "test": len(test_set), "seed": args.seed}
+        facts["stream"] = args.stream
         if args.schedule == "plateau" and not len(val_set):
             raise ValueError("--schedule plateau: needs a validation set, see --val-size")
-
         model = build_model(args, classes)
         if args.init:
             utils.load_matching(model, checkpoint["model"], say)
         elif checkpoint:
             utils.load_weights(model, checkpoint["model"])
+        teacher = None
+        if args.teacher:
+            known = utils.load_checkpoint(args.teacher)
+            teacher = build_model(parse_args([], known.get("args")), classes).requires_grad_(False).eval()
+            utils.load_weights(teacher, networks.unpack_weights(known["model"]))
+            if type(teacher) is not type(model):
+                raise ValueError(f"--teacher {args.teacher}: a {type(teacher).__name__} takes other inputs")
 
     pin = device.type == "cuda"
-    sampler = data.make_sampler(train_set.labels, args.seed, world_size, rank, args.balanced)
-    collate = pick_collate(args)
+    sampler = None if args.stream else data.EpochSampler(train_set.labels, args.seed, world_size, rank, args.balanced)
+    collate = data.COLLATES["images" if args.model == "cnn" else args.tokens]
     train_loader = data.make_loader(train_set, args.batch_size, sampler, args.workers, pin, args.seed + rank, collate)
     # Evaluation deals each sample to one rank. A DistributedSampler would repeat some to make the ranks equal.
     deal = lambda part: data.make_loader(part, 500, range(rank, len(part), world_size), 0, pin, collate=collate)
@@ -320,25 +321,31 @@ def main(argv=None):
 
     # The convolution kernels of CPUs and of tensor cores compute in channels-last: a CPU's step is 1.4 times faster.
     # Converting the weights is enough: images of 1 channel have the same layout either way. Convert those of 3 as well.
-    model.to(device, memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
+    for network in filter(None, (model, teacher)):
+        network.to(device, memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
+    if args.sync_bn and device.type == "cuda" and world_size > 1:
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    elif args.sync_bn:
+        say("--sync-bn: there are not several GPUs here, batch norm stays as it is")
     if args.compile:
         model.compile()  # in place: torch.compile(model) would put _orig_mod. before every key of the checkpoint
 
     # Stands beside every accuracy, so that nobody takes one data set for the other.
-    title = lambda part: f"({name}, {len(part):,} {'images' if name == 'FashionMNIST' else 'digits'})"
-
+    title = lambda part: f"({name}, {facts[part]:,} {'images' if name == 'FashionMNIST' else 'digits'})"
+    report = lambda result, of: say(
+        f"test accuracy {100 * result['accuracy']:.2f} % {title('test')}, loss {result['loss']:.4f}: {of}"
+    )
     if args.evaluate:
         result = evaluate(model, test_loader, device, args.amp)
         say(utils.confusion_table(result["confusion"], classes))
-        say(f"test accuracy {100 * result['accuracy']:.2f} % {title(test_set)}, loss {result['loss']:.4f}: "
-            f"{args.evaluate}")
+        report(result, args.evaluate + f", weights of {args.quant_bits} bits" * bool(args.quant_bits))
         if args.pictures and args.model == "attention" and rank == 0:
             images, labels = test_set.__getitems__(range(min(32, len(test_set))))
             batch = utils.to_device(data.collate_tokens((images, labels))[0], device)
             utils.attention_picture(Path(args.evaluate).with_name("attention.png"), model, batch, images)
         return
 
-    optimizer = build_optimizer(model, args)
+    optimizer = utils.build_optimizer(model, args)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # bf16 has float32's range and needs none
     wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
     epochs = 1 if args.dry_run else args.epochs
@@ -348,8 +355,7 @@ def main(argv=None):
         if args.resume:
             utils.restore(checkpoint, args, facts, state, optimizer, scaler, device, rank, world_size, say)
             if state["epoch"] >= epochs and state["test"]:
-                say(f"{args.resume}: nothing to do, {state['epoch']} epochs are done; a larger --epochs would go on")
-                return
+                return say(f"{args.resume}: nothing to do, {state['epoch']} epochs are done; see --epochs")
         if args.resume and not args.out:
             folder = Path(args.resume).parent
         else:
@@ -358,23 +364,19 @@ def main(argv=None):
             if args.resume and state["best"] and rank == 0:
                 shutil.copy(Path(args.resume).with_name("best.pt"), folder)
 
-    parameters = networks.count_parameters(model)
-    per_step = args.batch_size * args.accum * world_size
+    parameters, per_step = networks.count_parameters(model), args.batch_size * args.accum * world_size
     say(f"{type(model).__name__}: {parameters:,} parameters; {device}, mixed precision {args.amp}; results in {folder}")
-    say(f"{name}: {len(train_set):,} for training, {len(val_set):,} for validation, {len(test_set):,} for the test")
+    say(f"{name}: {facts['train']:,} for training, {facts['val']:,} for validation, {facts['test']:,} for the test")
     say(f"{args.batch_size} a batch x {args.accum} accumulated x {world_size} processes = {per_step} a step; "
-        f"{len(train_set):,} / {per_step} = {steps} steps an epoch")
-    say(f"{steps} steps x {epochs} epochs = {epochs * steps:,} steps, {args.warmup * epochs * steps:.0f} of warm-up to "
-        f"lr {args.lr:g}, then {args.schedule}")
+        f"{facts['train']:,} / {per_step} = {steps} steps an epoch, x {epochs} epochs = {epochs * steps:,}, "
+        f"{args.warmup * epochs * steps:.0f} of them warm-up to lr {args.lr:g}, then {args.schedule}")
 
     def save(file):
         """Writes a checkpoint and, to read the run and to repeat it, metrics.csv and run.json. All ranks call it."""
         checkpoint = utils.snapshot(wrapped, optimizer, scaler, state, device)
         if rank == 0:
-            utils.save_checkpoint(folder / file, {
-                **checkpoint, "args": stored, "amp": args.amp, "classes": classes, "data": facts,
-                "world_size": world_size,
-            })
+            about = {"args": stored, "amp": args.amp, "classes": classes, "data": facts, "world_size": world_size}
+            utils.save_checkpoint(folder / file, checkpoint | about)
         if rank == 0 and state["metrics"]:
             test = state["test"] or {"accuracy": None, "loss": None}
             utils.write_csv(folder / "metrics.csv", state["metrics"])
@@ -382,42 +384,41 @@ def main(argv=None):
                 "args": vars(args), "versions": utils.versions(), "device": str(device), "world_size": world_size,
                 "dataset": facts, "parameters": parameters, "epochs_done": state["epoch"],
                 "train_seconds": sum(row["seconds"] for row in state["metrics"]),
-                "val_accuracy": state["best"]["val_accuracy"], "test_accuracy": test["accuracy"],
-                "test_loss": test["loss"],
+                "val_accuracy": state["best"]["val_accuracy"],
+                "test_accuracy": test["accuracy"], "test_loss": test["loss"],
             })
 
     signals = []  # the numbers of those that have come
-
-    def stop(number):
-        say(f"stopped by {signal.Signals(number).name} after step {state['step']:,}; to go on: "
-            f"python train.py --resume {folder}/last.pt")
-        sys.exit(128 + number)
 
     def after_step():
         # One rank's signal stops all ranks after the same step; alone they would wait for each other for ever.
         number = max(utils.gather_over_ranks(max(signals, default=0)))
         if number or (args.save_every and (state["step"] + state["skipped"]) % args.save_every == 0):
-            finite_means(state["sums"], state["epoch"])
+            utils.finite_means(state["sums"], state["epoch"])
             save("last.pt")
         if number:
-            stop(number)
-
-    before_batch = lambda: signals and stop(signals[0])  # of an evaluation, which begins with all that matters saved
+            say(f"stopped by {signal.Signals(number).name} after step {state['step']:,}; to go on: "
+                f"python train.py --resume {folder}/last.pt")
+            sys.exit(128 + number)
 
     with utils.one_line(OSError, FloatingPointError), utils.caught_signals(signals):
         while state["epoch"] < epochs:
             epoch = f"epoch {state['epoch'] + 1}/{epochs}"
-            progress = lambda line: say(f"{epoch} {line} {title(train_set)}", over=True)
-            row = train_one_epoch(wrapped, train_loader, optimizer, scaler, state, args, device, progress, after_step)
+            progress = lambda line: say(f"{epoch} {line} {title('train')}", over=True)
+            row = train_one_epoch(
+                wrapped, train_loader, optimizer, scaler, state, args, device, progress, after_step, teacher
+            )
+            for buffer in model.buffers() if dist.is_initialized() else ():
+                dist.broadcast(buffer, 0)  # the running means of batch norm: each rank has seen other batches
             save("last.pt")
             say(f"{epoch}  training loss {row['train_loss']:.4f}  accuracy {100 * row['train_accuracy']:.2f} % "
-                f"{title(train_set)}  {row['seconds']:.1f} s, {100 * row['waiting']:.1f} % of it waiting for data")
+                f"{title('train')}  {row['seconds']:.1f} s, {100 * row['waiting']:.1f} % of it waiting for data")
             row |= {"val_loss": None, "val_accuracy": None}
             if len(val_set):
-                result = evaluate(model, val_loader, device, args.amp, before_batch)
+                result = evaluate(model, val_loader, device, args.amp)
                 row |= {"val_loss": result["loss"], "val_accuracy": result["accuracy"]}
                 say(f"{epoch}  validation loss {result['loss']:.4f}  accuracy {100 * result['accuracy']:.2f} % "
-                    f"{title(val_set)}")
+                    f"{title('val')}")
             # Without a validation set the last epoch is taken: to choose by the test set would be to train on it.
             quality = lambda row: (row["val_accuracy"], -row["val_loss"])
             better = not state["best"] or not len(val_set) or quality(row) > quality(state["best"])
@@ -433,11 +434,10 @@ def main(argv=None):
         chosen = copy.deepcopy(model)  # the run itself may go on some day, from where it is
         weights = utils.load_checkpoint(folder / "best.pt")["model"] if rank == 0 else None
         chosen.load_state_dict(utils.gather_over_ranks(weights)[0])
-        result = evaluate(chosen, test_loader, device, args.amp, before_batch)
+        result = evaluate(chosen, test_loader, device, args.amp)
         state["test"] = {"accuracy": result["accuracy"], "loss": result["loss"]}
         save("last.pt")
-    say(f"test accuracy {100 * result['accuracy']:.2f} % {title(test_set)}, loss {result['loss']:.4f}: "
-        f"{folder}/best.pt, of epoch {state['best']['epoch']}")
+    report(result, f"{folder}/best.pt, of epoch {state['best']['epoch']}")
 
 
 if __name__ == "__main__":

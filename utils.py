@@ -1,15 +1,5 @@
 """What a training program needs beside its loop.
 
-the command line     number, one_line, show
-the machine          pick_device, pick_amp, autocast, to_device, keep_freed_memory, caught_signals
-random numbers       set_seed, rng_state, set_rng_state
-several processes    init_distributed, sum_over_ranks, gather_over_ranks, once_per_machine
-the learning rate    lr_at, drop_on_plateau: pure functions of the step
-a run on disk        new_folder, write_atomically, write_csv, write_json, versions
-checkpoints          new_state, plain_weights, snapshot, save_checkpoint, load_checkpoint, load_weights, restore,
-                     load_matching
-looking inside       confusion_table, attention_picture
-
 This file knows nothing of the data or the networks. `python utils.py` draws the schedules. "Needs" in a docstring: what
 to copy along with the function.
 """
@@ -215,7 +205,28 @@ def once_per_machine(function):
     return next((result for result in gather_over_ranks(result) if result is not None), None)
 
 
-# ---------------------------------------------------------------------------------------------------- learning rate
+# ---------------------------------------------------------------------------------------------------- optimisation
+
+
+def build_optimizer(model, args):
+    """AdamW (Loshchilov and Hutter 2019), decaying weights only: a bias or a norm's gain has no reason to be small."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    # beta2 0.95 averages over some 20 steps. The default, 0.999, averages over 1000: long for a run of a few thousand.
+    # Fused is one kernel for all parameters, four times faster on a CPU.
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+
+
+def distillation(logits, wanted, temperature=4.0):
+    """T^2 KL(softmax(wanted / T) || softmax(logits / T)), summed over the samples of two (B, K) (Hinton et al. 2015).
+
+    A high T shows which wrong answers the teacher finds less wrong than others. The gradient falls with T^2, so with
+    that factor the weight beside the cross-entropy does not depend on T.
+    """
+    logits, wanted = ((each / temperature).log_softmax(1) for each in (logits, wanted))
+    return temperature**2 * F.kl_div(logits, wanted, reduction="sum", log_target=True)
 
 
 def lr_at(step, total, peak, warmup=0, schedule="cosine", drops=0):
@@ -311,7 +322,7 @@ def new_state(total_steps):
     return {
         "epoch": 0,  # epochs that are done
         "batch": 0,  # batches of the epoch now that are done, on each rank
-        "sums": None,  # over those batches, see LOSS
+        "sums": None,  # over those batches: loss, correct, samples, gradient norm, steps taken, finite steps
         "step": 0,  # steps that the optimizer has taken
         "skipped": 0,  # steps that it has not, for an overflow in fp16
         "total_steps": total_steps,
@@ -320,6 +331,17 @@ def new_state(total_steps):
         "best": None,  # the row of best.pt
         "test": None,  # accuracy and loss, once all epochs are done
     }
+
+
+def finite_means(sums, epoch):
+    """Of new_state's sums, loss and accuracy per sample, gradient norm per step; FloatingPointError if not finite."""
+    loss, correct, samples, norm, taken, finite = sums.tolist()  # here the host waits for the device
+    if not math.isfinite(loss + norm):
+        raise FloatingPointError(
+            f"epoch {epoch + 1}, step {finite + 1:.0f}: loss or gradient is not finite (sums {loss:g}, {norm:g}); "
+            "look at the data of this step, or lower --lr"
+        )
+    return loss / max(1.0, samples), correct / max(1.0, samples), norm / max(1.0, taken)
 
 
 def plain_weights(model):

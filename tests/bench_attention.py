@@ -29,8 +29,8 @@ def prepare(digits, flags):
     """Returns (a function that trains for one epoch, bytes kept for the backward pass of one batch)."""
     args = train.parse_args(["--amp", "off", *flags.split()])
     network = train.build_model(args, digits.classes).to(memory_format=torch.channels_last)
-    optimizer, scaler = train.build_optimizer(network, args), torch.amp.GradScaler("cpu", enabled=False)
-    loader = data.make_loader(digits, args.batch_size, data.make_sampler(digits.labels), collate=train.pick_collate(args))
+    optimizer, scaler = utils.build_optimizer(network, args), torch.amp.GradScaler("cpu", enabled=False)
+    loader = data.make_loader(digits, args.batch_size, data.EpochSampler(digits.labels), collate=data.COLLATES["images" if args.model == "cnn" else args.tokens])
     state = utils.new_state(10**6)
 
     def epoch():

@@ -87,10 +87,10 @@ def main():
     their_optimizer = torch.optim.Adam(theirs.parameters())
 
     args = train.parse_args(["--amp", "off"])
-    loader = data.make_loader(data.Digits(images, labels, classes, augment=True), args.batch_size, data.make_sampler(labels))
-    plain_loader = data.make_loader(data.Digits(images, labels, classes), args.batch_size, data.make_sampler(labels))
+    loader = data.make_loader(data.Digits(images, labels, classes, augment=True), args.batch_size, data.EpochSampler(labels))
+    plain_loader = data.make_loader(data.Digits(images, labels, classes), args.batch_size, data.EpochSampler(labels))
     ours = train.build_model(args, classes).to(memory_format=torch.channels_last)
-    optimizer, scaler = train.build_optimizer(ours, args), torch.amp.GradScaler("cpu", enabled=False)
+    optimizer, scaler = utils.build_optimizer(ours, args), torch.amp.GradScaler("cpu", enabled=False)
     state = utils.new_state(len(loader) * (options.rounds + 1))
     waiting = []
 

@@ -30,6 +30,12 @@ def write_mnist(root, train=60, test=20, name="MNIST"):
     return raw
 
 
+def has_mnist(root):
+    """Whether all four IDX files are there, as they are or as .gz."""
+    raw = Path(root) / "MNIST/raw"
+    return all((raw / file).is_file() or (raw / f"{file}.gz").is_file() for file in data.IDX_FILES)
+
+
 def gzip_files(raw):
     """Packs the four files in `raw`, in place."""
     for file in data.IDX_FILES:

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import os
+import random
 import re
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import utils
 from helpers import ROOT, write_mnist
 
 IMPORTS = """
-import argparse, copy, csv, ctypes, gzip, io, json, math, os, random, shutil, signal, socket, struct, sys, tempfile
+import argparse, copy, csv, ctypes, gzip, io, json, math, mmap, os, random, shutil, signal, socket, struct, sys, tempfile
 import threading, time, zipfile, zlib
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -33,7 +34,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
 import utils, data, model as networks
 """
 
@@ -52,15 +53,15 @@ def a_file(folder):
 
 def train_it(f, folder):
     args = train.parse_args(["--width", "2", "--amp", "off"])
-    net, loader = model.SimpleCNN(2), data.make_loader(data.Digits(*few), 5, data.make_sampler(few[1]))
+    net, loader = model.SimpleCNN(2), data.make_loader(data.Digits(*few), 5, data.EpochSampler(few[1]))
     off = torch.amp.GradScaler("cpu", enabled=False)
-    return f(net, loader, train.build_optimizer(net, args), off, utils.new_state(4), args, CPU)["step"] == 4
+    return f(net, loader, utils.build_optimizer(net, args), off, utils.new_state(4), args, CPU)["step"] == 4
 
 
 def restore_it(f, folder):
     args = train.parse_args(["--resume", "a.pt"])
     net = model.SimpleCNN(2)
-    optimizer, off, state = train.build_optimizer(net, args), torch.amp.GradScaler("cpu", enabled=False), {"epoch": 0}
+    optimizer, off, state = utils.build_optimizer(net, args), torch.amp.GradScaler("cpu", enabled=False), {"epoch": 0}
     state |= {"batch": 0, "step": 0}
     saved = {"epoch": 3, "step": 4, "rng": [utils.rng_state(CPU)], "amp": "off", "batch": 2, "optimizer": optimizer.state_dict(), "scaler": {}, "args": vars(args), "sums": [None]}
     f(saved | {"data": {}, "world_size": 1}, args, {}, state, optimizer, off, CPU)
@@ -78,8 +79,17 @@ RUNS = {
     "model.Block": lambda f, folder: f(8, 2)(torch.rand(4, 8), GATES).shape == (4, 8),
     "model.AttentionClassifier": lambda f, folder: f(16)(tokens).shape == (4, 10),
     "model.init_weights": lambda f, folder: f(torch.nn.Linear(2, 2)) is None,
+    "model.RoundSTE": lambda f, folder: f.apply(torch.tensor([0.6]), torch.tensor(0.5), -1, 1).item() == 0.5,
+    "model.quantization_scale": lambda f, folder: f(torch.tensor([-7.0, 1.0]), 4) == 1,
+    "model.fake_quantize": lambda f, folder: f(torch.tensor([1.0, 0.2]), 2).tolist() == [1, 0],
+    "model.QuantActivation": lambda f, folder: f(8)(torch.ones(2)).tolist() == [1, 1],
+    "model.QuantConv2d": lambda f, folder: f(1, 2, 3)(batch[0]).shape == (4, 2, 26, 26),
+    "model.QuantLinear": lambda f, folder: f(28, 2)(batch[0]).shape == (4, 1, 28, 2),
+    "model.quantize": lambda f, folder: f(torch.nn.Sequential(torch.nn.Linear(2, 2)), 4, 8)[0].bits == 4,
+    "model.pack_weights": lambda f, folder: f(model.quantize(model.SimpleCNN(2), 4))["fc1.bias"].shape == (8,),
+    "model.unpack_weights": lambda f, folder: f({"a": 1}) == {"a": 1},
+    "model.field_of": lambda f, folder: f(3)[0] == 4,
     "model.count_parameters": lambda f, folder: f(torch.nn.Linear(2, 3)) == 9,
-    "data.has_mnist": lambda f, folder: f(data.SAMPLE) and not f(folder),
     "data.fetch_mnist": lambda f, folder: f(data.SAMPLE) is None,
     "data.read_idx": lambda f, folder: f(data.SAMPLE / "MNIST/raw/t10k-labels-idx1-ubyte", 1).shape == (1000,),
     "data.check_labels": lambda f, folder: f(*few) is None,
@@ -92,11 +102,11 @@ RUNS = {
     "data.collate_images": lambda f, folder: f(batch)[1] is batch[1],
     "data.pad": lambda f, folder: f(torch.ones(4), torch.tensor([3, 1]))[1].sum() == 4,
     "data.collate_padded": lambda f, folder: f([torch.ones(3), torch.ones(1)])[0].shape == (2, 3),
-    "data.find_tokens": lambda f, folder: f(batch[0])[0].shape == (4 * 49, 16),
     "data.collate_tokens": lambda f, folder: f(batch)[0][0].shape == (4, 49, 16),
     "data.collate_packed": lambda f, folder: f(batch)[0][0].shape == (4 * 49, 16),
-    "data.BalancedSampler": lambda f, folder: len(list(f(few[1], 2, 0))) == 10,
-    "data.make_sampler": lambda f, folder: len(list(f(few[1]))) == len(list(f(few[1], balanced=True))) == 20,
+    "data.EpochSampler": lambda f, folder: len(list(f(few[1]))) == len(list(f(few[1], balanced=True))) == 20,
+    "data.take": lambda f, folder: f(*few[:2], [1, 2], True)[0].shape == (2, 1, 28, 28),
+    "data.DigitStream": lambda f, folder: len(list(f([data.SAMPLE / "MNIST/raw" / file for file in data.IDX_FILES[:2]], 20, 6))) == 4,
     "data.seed_worker": lambda f, folder: seed_worker_runs(f),
     "data.make_loader": lambda f, folder: len(next(iter(f(data.Digits(*few), 5)))[1]) == 5,
     "utils.number": lambda f, folder: f(int, 0, 9)("7") == 7,
@@ -115,6 +125,7 @@ RUNS = {
     "utils.sum_over_ranks": lambda f, folder: f(torch.ones(1)).item() == 1,
     "utils.gather_over_ranks": lambda f, folder: f(3) == [3],
     "utils.once_per_machine": lambda f, folder: f(lambda: 3) == 3,
+    "utils.distillation": lambda f, folder: f(torch.zeros(2, 3), torch.zeros(2, 3)) == 0,
     "utils.lr_at": lambda f, folder: f(0, 10, 1.0) == 1.0,
     "utils.drop_on_plateau": lambda f, folder: f(0, 2, False) == (1, 0),
     "utils.new_folder": lambda f, folder: f(str(folder / "new"), "").is_dir(),
@@ -133,23 +144,21 @@ RUNS = {
     "utils.confusion_table": lambda f, folder: f(torch.eye(2, dtype=torch.int64), ["cat", "dog"]).count("100.0%") == 2,
     "utils.attention_picture": lambda f, folder: f(folder / "a.png", model.AttentionClassifier(16), tokens, batch[0]) is None,
     "train.parse_args": lambda f, folder: f(["--epochs", "3"]).epochs == 3,
-    "train.build_model": lambda f, folder: f(SimpleNamespace(model="cnn", width=2, dropout=0.1), "ab").fc2.out_features == 2,
-    "train.pick_collate": lambda f, folder: f(SimpleNamespace(model="cnn", tokens="all"))(batch)[1] is batch[1],
-    "train.build_optimizer": lambda f, folder: len(f(model.SimpleCNN(2), SimpleNamespace(lr=1, weight_decay=0)).param_groups) == 2,
+    "train.build_model": lambda f, folder: f(SimpleNamespace(model="cnn", norm="none", quant_bits=0, width=2, dropout=0.1), "ab").fc2.out_features == 2,
+    "utils.build_optimizer": lambda f, folder: len(f(model.SimpleCNN(2), SimpleNamespace(lr=1, weight_decay=0)).param_groups) == 2,
     "train.train_one_epoch": train_it,
-    "train.finite_means": lambda f, folder: f(torch.ones(6), 0) == (1, 1, 1),
+    "utils.finite_means": lambda f, folder: f(torch.ones(6), 0) == (1, 1, 1),
     "train.evaluate": lambda f, folder: f(model.SimpleCNN(2), data.make_loader(data.Digits(*few), 7), CPU)["samples"] == 20,
 }
 
 
 def seed_worker_runs(f):
-    done, real = [], os.setsid
-    os.setsid = lambda: done.append(1)
-    try:
+    done, kept = [], SimpleNamespace(own=random.Random(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "setsid", lambda: done.append(1))
+        patch.setattr(torch.utils.data, "get_worker_info", lambda: SimpleNamespace(dataset=kept))
         f(0)
-    finally:
-        os.setsid = real
-    return done == [1]
+    return done == [1] and kept.own.random() == random.Random(torch.initial_seed()).random()
 
 
 def snapshot_has(f):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torchvision import datasets, transforms
 
 import data
-from helpers import ROOT, download_host, gzip_files, write_mnist
+from helpers import ROOT, download_host, gzip_files, has_mnist, write_mnist
 
 IMAGES = "train-images-idx3-ubyte"
 LABELS = "train-labels-idx1-ubyte"
@@ -52,7 +52,7 @@ def test_fashion_classes_are_torchvisions():
 def test_normalization_is_the_training_sets_own(sample):
     images = sample[0]
     for root in (data.SAMPLE, ROOT / "data"):  # the sample always; the complete MNIST where a user has it
-        if data.has_mnist(root):
+        if has_mnist(root):
             images = data.load_mnist(root)[0]
             pixels = images.double() / 255
             tolerance = 5e-5 if len(images) == 60000 else 5e-4
@@ -72,7 +72,7 @@ def test_plain_packed_and_both_give_the_same_tensors(tmp_path):
     plain, *others = (data.load_mnist(tmp_path / name, train) for train in (True,) for name in ("plain", "packed", "both"))
     for other in others:
         assert torch.equal(plain[0], other[0]) and torch.equal(plain[1], other[1])
-    assert data.has_mnist(tmp_path / "packed") and not data.has_mnist(tmp_path)
+    assert has_mnist(tmp_path / "packed") and not has_mnist(tmp_path)
 
 
 def labels_file(*labels):
@@ -104,7 +104,7 @@ def test_broken_file_is_named_with_both_numbers(kind, tmp_path):
     for word in words:
         assert word in message, message
     path.unlink()
-    assert not data.has_mnist(tmp_path)  # so the next run fetches it, or falls back
+    assert not has_mnist(tmp_path)  # so the next run fetches it, or falls back
     write_mnist(tmp_path)
     assert len(data.load_mnist(tmp_path)[0]) == 60
 
@@ -261,7 +261,7 @@ def test_augmentation_is_a_function_of_seed_and_indices(sample):
 
 
 def epoch(dataset, workers=0, epochs=1, start_method=None, **kwargs):
-    loader = data.make_loader(dataset, 100, data.make_sampler(dataset.labels, seed=1), workers, **kwargs)
+    loader = data.make_loader(dataset, 100, data.EpochSampler(dataset.labels, seed=1), workers, **kwargs)
     if start_method:
         loader.multiprocessing_context = start_method
     batches = []
@@ -295,17 +295,23 @@ def test_loader_leaves_the_global_generator_alone(sample):
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    list(data.make_loader(data.Digits(*sample, augment=True), 500, data.make_sampler(sample[1])))
+    list(data.make_loader(data.Digits(*sample, augment=True), 500, data.EpochSampler(sample[1])))
     assert torch.equal(torch.rand(3), expected)
 
 
 def test_everything_given_to_a_loader_pickles_and_spawns(sample):
     dataset = data.Digits(sample[0][:200], sample[1][:200], sample[2], augment=True)
-    loader = data.make_loader(dataset, 100, data.make_sampler(dataset.labels), workers=1)
+    loader = data.make_loader(dataset, 100, data.EpochSampler(dataset.labels), workers=1)
     for part in (loader.dataset, loader.sampler, loader.collate_fn, loader.worker_init_fn):
         pickle.loads(pickle.dumps(part))
     for one, other in zip(epoch(dataset), epoch(dataset, workers=1, start_method="spawn"), strict=True):
         assert torch.equal(one[0], other[0])
+
+
+def order_of_one(epoch_number):
+    sampler = data.EpochSampler(torch.zeros(103, dtype=torch.int64), 7)
+    sampler.set_epoch(epoch_number)
+    return list(sampler)
 
 
 def test_ranks_share_an_epoch_and_epochs_differ():
@@ -313,12 +319,15 @@ def test_ranks_share_an_epoch_and_epochs_differ():
     for world_size in (1, 2, 3):
         orders = []
         for epoch_number in (0, 1):
-            samplers = [data.make_sampler(labels, 7, world_size, rank) for rank in range(world_size)]
+            samplers = [data.EpochSampler(labels, 7, world_size, rank) for rank in range(world_size)]
             for sampler in samplers:
                 sampler.set_epoch(epoch_number)
             ranks = [list(sampler) for sampler in samplers]
             assert len({len(rank) for rank in ranks}) == 1  # equal numbers of steps
-            assert set().union(*ranks) == set(range(103))
+            everything = [index for rank in ranks for index in rank]
+            assert sorted(index for index in everything if index >= 0) == list(range(103))  # each once
+            assert everything.count(-1) == -103 % world_size and -1 not in ranks[0]
+            assert [ranks[i % world_size][i // world_size] for i in range(103)] == order_of_one(epoch_number)
             orders.append(ranks)
         assert orders[0] != orders[1]
 
@@ -327,7 +336,7 @@ def test_balanced_sampler_draws_classes_equally():
     labels = torch.tensor([0] * 9000 + [1] * 900 + [2] * 100)
     draws = {}
     for epoch_number in (0, 1, 0):
-        ranks = [data.make_sampler(labels, 0, 2, rank, balanced=True) for rank in (0, 1)]
+        ranks = [data.EpochSampler(labels, 0, 2, rank, balanced=True) for rank in (0, 1)]
         for sampler in ranks:
             sampler.set_epoch(epoch_number)
         order = [list(sampler) for sampler in ranks]

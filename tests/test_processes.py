@@ -1,0 +1,395 @@
+"""Many processes, one result: gradients, weights and sums of 1, 2 and 3 real processes; streams; failures."""
+
+import csv
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
+import data
+import train
+import utils
+from helpers import ROOT, program, run_program, write_mnist
+from model import SimpleCNN
+
+FLAGS = ["--data-dir", "data", "--width", "4", "--no-augment", "--dropout", "0", "--epochs", "2"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    write_mnist(tmp_path / "data", train=61, test=19)  # 56 to train on, 5 to validate: 3 ranks divide neither
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rows_of(run):
+    with open(f"{run}/metrics.csv", newline="") as file:
+        return list(csv.DictReader(file)), json.loads(Path(f"{run}/run.json").read_text())
+
+
+# ---------------------------------------------------------------------------------------------------- one result
+
+
+# 56 samples, batch 12: 12 12 12 12 8, the last window of two is a short one; 3 ranks: 4 each, and 3 3 2 at the end
+@pytest.mark.parametrize("ranks, each", [(2, 6), (3, 4)])
+def test_processes_train_as_one_with_the_whole_batch(ranks, each, folder):
+    flags = [*FLAGS, "--accum", "2", "--clip", "0.5"]
+    train.main([*flags, "--batch-size", "12", "--out", "one"])
+    status, out, err = run_program(*flags, "--batch-size", each, "--out", "many", cwd=folder, ranks=ranks)
+    assert status == 0, err
+    assert f"{each} a batch x 2 accumulated x {ranks} processes = 24 a step; 56 / 24 = 3 steps an epoch" in out
+    one, many = (utils.load_checkpoint(f"{run}/last.pt") for run in ("one", "many"))
+    error = max((one["model"][key] - many["model"][key]).abs().max().item() for key in one["model"])
+    print(f"{ranks} processes: largest difference of a weight after {one['step']} steps: {error:.1e}")
+    assert error < 1e-5 and one["step"] == many["step"] == 6
+    for (ours, alone), name in zip(zip(rows_of("many"), rows_of("one")), ("metrics", "run")):
+        if name == "metrics":
+            for mine, theirs in zip(ours, alone, strict=True):
+                for key in ("train_loss", "train_accuracy", "grad_norm", "val_loss", "val_accuracy", "lr"):
+                    assert float(mine[key]) == pytest.approx(float(theirs[key]), rel=1e-4), key
+        else:
+            assert ours["test_accuracy"] == pytest.approx(alone["test_accuracy"]) and ours["test_loss"] == pytest.approx(alone["test_loss"], rel=1e-4)
+            assert ours["dataset"] == alone["dataset"] and ours["val_accuracy"] == alone["val_accuracy"]
+
+
+WORKER = """
+    import os, sys, torch, torch.distributed as dist
+    sys.path.insert(0, {root!r})
+    import data, train, utils
+    from model import SimpleCNN
+    from torch.nn.parallel import DistributedDataParallel
+    rank, world_size, device = utils.init_distributed(torch.device("cpu"))
+"""
+
+
+def run_ranks(ranks, body, folder, timeout=60):
+    """Runs `body` on real processes; returns (status, standard output, standard error)."""
+    script = folder / "worker.py"
+    script.write_text(textwrap.dedent(WORKER.format(root=str(ROOT))) + textwrap.dedent(body) + "\ndist.destroy_process_group()\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_gradients_are_exchanged_once_a_window_and_equal_those_of_one_process(folder):
+    """The last window of 13 samples, batch 2, accumulation 3, two ranks: rank 0 has seven samples, rank 1 six."""
+    status, out, err = run_ranks(2, """
+        images, labels, classes = data.load_mnist(data.SAMPLE)
+        digits = data.Digits(images[:13], labels[:13], classes)
+        args = train.parse_args(["--accum", "3", "--batch-size", "2", "--clip", "0", "--amp", "off", "--lr", "1e-9"])
+        torch.manual_seed(0)
+        network = DistributedDataParallel(SimpleCNN(2, dropout=0.0))
+        exchanges = []
+        def count(state, bucket):
+            exchanges.append(1)
+            return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
+        network.register_comm_hook(None, count)
+        optimizer, off = torch.optim.SGD(network.parameters(), lr=0.0), torch.amp.GradScaler("cpu", enabled=False)
+        loader = data.make_loader(digits, 2, data.EpochSampler(digits.labels, 0, 2, rank))
+        seen = []
+        grads = lambda: seen.append([p.grad.clone() for p in network.parameters()])
+        train.train_one_epoch(network, loader, optimizer, off, utils.new_state(2), args, device, after_step=grads)
+        if rank == 0:
+            torch.save({"grads": seen, "exchanges": len(exchanges)}, "grads.pt")
+    """, folder)
+    assert status == 0, err
+    found = torch.load("grads.pt", weights_only=True)
+    images, labels, classes = data.load_mnist(data.SAMPLE)
+    digits = data.Digits(images[:13], labels[:13], classes)
+    torch.manual_seed(0)
+    network = SimpleCNN(2, dropout=0.0)
+    x, y = data.collate_images(digits.__getitems__(list(data.EpochSampler(digits.labels))))
+    for grads, part in zip(found["grads"], (slice(0, 12), slice(12, 13)), strict=True):
+        network.zero_grad()
+        torch.nn.functional.cross_entropy(network(x[part]), y[part], label_smoothing=0.05).backward()
+        error = max((a - p.grad).abs().max().item() for a, p in zip(grads, network.parameters(), strict=True))
+        print(f"largest difference of a gradient: {error:.1e}")
+        assert error < 1e-6
+    assert found["exchanges"] == 2  # one bucket, two windows of 3 and 1 batches
+
+
+def test_evaluation_counts_no_sample_twice(folder):  # P02
+    body = """
+        images, labels, classes = data.load_mnist(data.SAMPLE)
+        digits = data.Digits(images[:5], torch.tensor([3, 1, 1, 1, 1]), classes)
+        class Three(torch.nn.Module):
+            def forward(self, x):
+                return torch.nn.functional.one_hot(torch.full((len(x),), 3), 10).float() * 9
+        result = train.evaluate(Three(), data.make_loader(digits, 2, range(rank, 5, world_size)), device)
+        print("RESULT", rank, result["accuracy"], result["samples"], round(result["loss"], 5))
+    """
+    answers = set()
+    for ranks in (1, 2, 3):
+        status, out, err = run_ranks(ranks, body, folder)
+        assert status == 0, err
+        found = re.findall(r"RESULT \d (.*)", out)
+        assert len(found) == ranks
+        answers |= set(found)
+    print(answers)
+    assert len(answers) == 1 and answers.pop().startswith("0.2 5 ")
+
+
+# ---------------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("train_size, batch", [(5, 2), (1, 4)])
+def test_fewer_samples_than_a_batch_of_all_ranks_ends(train_size, batch, tmp_path):  # P04
+    write_mnist(tmp_path / "data", train=train_size, test=3)
+    status, out, err = run_program(*FLAGS, "--batch-size", batch, "--out", "run", cwd=tmp_path, ranks=2, timeout=60)
+    assert status == 0, err
+    assert json.loads((tmp_path / "run/run.json").read_text())["epochs_done"] == 2
+    assert utils.load_checkpoint(tmp_path / "run/last.pt")["metrics"][0]["train_loss"] > 1
+
+
+def test_a_rank_that_fails_ends_the_run_with_its_own_error(folder):  # P04
+    fail = "import os, train\ndef broken(*args, real=train.F.cross_entropy, **kwargs):\n    if os.environ['RANK'] == '1' and kwargs.get('label_smoothing'):\n        raise RuntimeError('rank one has a bad day')\n    return real(*args, **kwargs)\ntrain.F.cross_entropy = broken"
+    started = time.time()
+    status, out, err = run_program(*FLAGS, "--out", "run", cwd=folder, ranks=2, before=fail, timeout=60)
+    print(f"ended after {time.time() - started:.1f} s with status {status}")
+    assert status != 0 and "rank one has a bad day" in err
+
+
+def test_sync_bn_on_cpus_is_plain_batch_norm_and_one_line(folder):  # P06
+    status, out, err = run_program(*FLAGS, "--norm", "batch", "--sync-bn", "--batch-size", "8", "--out", "run", cwd=folder, ranks=2)
+    assert status == 0 and out.count("--sync-bn") == 1, err
+    accuracy = rows_of("run")[1]["test_accuracy"]
+    train.main(["--data-dir", "data", "--resume", "run/last.pt", "--epochs", "3"])  # in one process
+    assert rows_of("run")[1]["epochs_done"] == 3 and 0 <= accuracy <= 1
+
+
+# ---------------------------------------------------------------------------------------------------- batch norm
+
+
+@pytest.mark.parametrize("norm", ["none", "batch", "group"])
+def test_norms_are_torchs_and_none_adds_nothing(norm):
+    torch.manual_seed(0)
+    network, images = SimpleCNN(6, 0.0, norm=norm), torch.randn(5, 1, 28, 28)
+    layers = {"none": [], "batch": [torch.nn.BatchNorm2d(6), torch.nn.BatchNorm2d(12)], "group": [torch.nn.GroupNorm(2, 6), torch.nn.GroupNorm(4, 12)]}[norm]
+    first, second = layers or [torch.nn.Identity()] * 2
+    textbook = torch.nn.Sequential(
+        network.conv1, first, torch.nn.ReLU(), torch.nn.MaxPool2d(2), network.conv2, second, torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+        torch.nn.Flatten(), network.fc1, torch.nn.ReLU(), network.fc2,
+    )
+    assert (network(images) - textbook(images)).abs().max() < 1e-6
+    assert (network.eval()(images) - textbook.eval()(images)).abs().max() < 1e-6
+    assert (set(network.state_dict()) == set(SimpleCNN(6).state_dict())) == (norm == "none")
+    assert network(images[:1]).shape == (1, 10)
+
+
+def test_batch_norm_with_a_batch_of_one(tmp_path, monkeypatch, capfd):  # B01
+    write_mnist(tmp_path / "data", train=9, test=5)
+    monkeypatch.chdir(tmp_path)
+    flags = ["--data-dir", "data", "--norm", "batch", "--width", "4", "--epochs", "1", "--val-size", "0"]
+    train.main([*flags, "--batch-size", "4", "--out", "four"])  # 4, 4 and 1
+    assert utils.load_checkpoint("four/best.pt")["model"]["norm1.running_mean"].isfinite().all()
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as end:
+        train.main([*flags, "--batch-size", "1"])
+    err = capfd.readouterr().err
+    assert end.value.code == 2 and err.count("\n") == 1 and "--norm group" in err and "--batch-size" in err
+    train.main([*flags, "--norm", "group", "--batch-size", "1", "--out", "one"])
+
+
+def test_accumulation_equals_the_big_batch_with_group_norm_but_not_with_batch_norm():
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 1, 28, 28), torch.arange(8)
+    differences = {}
+    for norm in ("group", "batch"):
+        network = SimpleCNN(4, 0.0, norm=norm)
+        whole = torch.autograd.grad(torch.nn.functional.cross_entropy(network(x), y), list(network.parameters()))
+        halves = [torch.autograd.grad(torch.nn.functional.cross_entropy(network(x[i::2]), y[i::2]) / 2, list(network.parameters())) for i in (0, 1)]
+        differences[norm] = max((w - a - b).abs().max().item() for w, a, b in zip(whole, *halves))
+    print(differences)
+    assert differences["group"] < 1e-6 < 1e-4 < differences["batch"]
+
+
+# ---------------------------------------------------------------------------------------------------- streams
+
+
+def numbered(folder, count, labels=None):
+    """IDX files in which the first pixels of image i are i % 256 and i // 256. Returns their paths."""
+    images = torch.zeros(count, 28, 28, dtype=torch.uint8)
+    images[:, 0, 0], images[:, 0, 1] = torch.arange(count) % 256, torch.arange(count) // 256 % 256
+    files = [folder / name for name in data.IDX_FILES[:2]]
+    files[0].write_bytes(struct.pack(">4I", 2051, count, 28, 28) + images.numpy().tobytes())
+    files[1].write_bytes(struct.pack(">2I", 2049, count) + bytes(labels or [i % 10 for i in range(count)]))
+    return files
+
+
+def numbers(batch):
+    images, labels = batch
+    pixels = (images[:, 0, 0, :2] * 255).round().long()
+    assert images.dtype == torch.float32 and images.shape[1:] == (1, 28, 28) and labels.dtype == torch.int64
+    return (pixels[:, 0] + 256 * pixels[:, 1])[labels >= 0].tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("workers", [0, 1, 2, 3, 12])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than CPUs, on purpose
+def test_stream_gives_every_item_once(workers, ranks, tmp_path):  # L06
+    files, found, lengths = numbered(tmp_path, 10), [], []
+    for rank in range(ranks):
+        stream = data.DigitStream(files, 10, 2, world_size=ranks, rank=rank, buffer=4)
+        batches = list(DataLoader(stream, None, num_workers=workers))
+        assert len(batches) == len(stream)
+        lengths.append([len(labels) for _, labels in batches])
+        found += [number for batch in batches for number in numbers(batch)]
+    assert sorted(found) == list(range(10)) and all(each == lengths[0] for each in lengths)
+
+
+def test_stream_shuffles_within_its_buffer_repeats_and_differs_between_epochs(tmp_path):
+    files, orders = numbered(tmp_path, 3000), {}
+    for workers in (0, 2):
+        for epoch in (0, 1):
+            stream = data.DigitStream(files, 3000, 32, left_out=torch.arange(0, 3000, 12), buffer=500)
+            stream.set_epoch(epoch)
+            order = [number for batch in data.make_loader(stream, 0, workers=workers, collate=list) for number in numbers(batch)]
+            assert orders.setdefault(epoch, order) == order  # the same for any number of workers
+            assert sorted(order) == [i for i in range(3000) if i % 12]
+    assert orders[0] != orders[1]
+    order = torch.tensor(orders[0])
+    print(f"correlation of place and index {torch.corrcoef(torch.stack([torch.arange(2750.0), order.float()]))[0, 1]:.3f}")
+    early = (order[:-500] - torch.arange(len(order) - 500) * 12 / 11).max()
+    assert early < 1200  # at most about two buffers ahead of its turn: memory is bounded
+    one_class = [int(i >= 1500) for i in range(3000)]
+    stream = data.DigitStream(numbered(tmp_path, 3000, one_class), 3000, 32, buffer=4000)
+    share = torch.stack([labels.float().mean() for _, labels in stream])
+    assert 0.1 < share.min() and share.max() < 0.9  # a file sorted by class does not show
+
+
+def test_stream_trains_resumes_and_has_its_own_split(folder, capfd):
+    flags = [*FLAGS, "--stream", "--batch-size", "8", "--accum", "2"]
+    train.main([*flags, "--out", "straight"])
+    assert "56 for training, 5 for validation" in capfd.readouterr().out
+    stop = "import os, signal, utils\ndef lr_at(step, *args, real=utils.lr_at):\n    if step == 5:\n        os.kill(os.getpid(), signal.SIGTERM)\n    return real(step, *args)\nutils.lr_at = lr_at"
+    status, out, err = run_program(*flags, "--out", "stopped", cwd=folder, before=stop)
+    assert status == 143 and utils.load_checkpoint("stopped/last.pt")["batch"] == 4, err
+    train.main(["--resume", "stopped/last.pt"])
+    ours, theirs = (utils.load_checkpoint(f"{run}/last.pt") for run in ("stopped", "straight"))
+    assert all(torch.equal(ours["model"][key], theirs["model"][key]) for key in theirs["model"])
+    assert ours["metrics"][1]["train_loss"] == theirs["metrics"][1]["train_loss"]
+    capfd.readouterr()
+    for wrong in (["--resume", "straight/last.pt", "--no-stream", "--epochs", "3"], [*flags, "--balanced"]):
+        with pytest.raises(SystemExit) as end:
+            train.main(wrong)
+        err = capfd.readouterr().err
+        assert end.value.code == 2 and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("model", ["cnn", "attention"])
+def test_stream_in_two_processes_equals_one(model, folder):
+    flags = ["--data-dir", "data", "--model", model, "--width", "8", "--dropout", "0", "--no-augment", "--epochs", "1", "--stream"]
+    train.main([*flags, "--batch-size", "12", "--out", "one"])
+    status, out, err = run_program(*flags, "--batch-size", "6", "--workers", "1", "--out", "two", cwd=folder, ranks=2)
+    assert status == 0, err
+    one, two = (utils.load_checkpoint(f"{run}/last.pt") for run in ("one", "two"))
+    # The softmax does not feel these two: their gradient is 0 but for rounding, of which Adam makes steps of full size.
+    keys = [key for key in one["model"] if not key.endswith(("qkv.bias", "score.bias"))]
+    assert max((one["model"][key] - two["model"][key]).abs().max().item() for key in keys) < 1e-5
+    assert two["metrics"][0]["train_accuracy"] == pytest.approx(one["metrics"][0]["train_accuracy"])
+
+
+def test_dry_run_of_a_stream_and_a_packed_file(folder, capfd):
+    train.main([*FLAGS, "--stream", "--batch-size", "4", "--dry-run", "--out", "dry"])
+    assert "2 steps an epoch" in capfd.readouterr().out
+    import gzip
+
+    path = folder / "data/MNIST/raw/train-images-idx3-ubyte"
+    path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    with pytest.raises(SystemExit) as end:
+        train.main([*FLAGS, "--stream"])
+    assert end.value.code == 2 and "gunzip" in capfd.readouterr().err
+
+
+PEAK = """
+    import sys
+    sys.path.insert(0, {root!r})
+    import data
+    files, count = sys.argv[1:3], int(sys.argv[3])
+    if sys.argv[4] == "stream":
+        seen = sum(len(labels) for _, labels in data.DigitStream(files, count, 128))
+    else:
+        digits = data.Digits(data.read_idx(files[0], 3).clone(), data.read_idx(files[1], 1).long(), range(10))
+        seen = sum(len(labels) for _, labels in data.make_loader(digits, 128, data.EpochSampler(digits.labels)))
+    assert seen == count
+    status = open("/proc/self/status").read()  # ru_maxrss would begin with the parent's
+    print(int(status.split("VmHWM:")[1].split()[0]) // 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from Linux's /proc")
+def test_peak_memory_of_a_stream_does_not_grow_with_the_file(tmp_path):
+    script, peaks = tmp_path / "peak.py", {}
+    script.write_text(textwrap.dedent(PEAK.format(root=str(ROOT))))
+    for count in (60_000, 300_000):  # 47 MB and 235 MB
+        files = numbered(tmp_path, count)
+        for kind in ("stream", "memory"):
+            out = subprocess.run([sys.executable, script, *files, str(count), kind], capture_output=True, text=True, check=True).stdout
+            peaks[kind, count] = int(out)
+    grown = {kind: peaks[kind, 300_000] - peaks[kind, 60_000] for kind in ("stream", "memory")}
+    print(f"with 188 MB more in the file the peak grows by {grown} MB")
+    assert grown["stream"] < 40 and grown["memory"] > 188
+
+
+# ---------------------------------------------------------------------------------------------------- classes, workers
+
+
+def test_balanced_on_a_subset_and_over_ranks():
+    labels = torch.tensor([0] * 900 + [1] * 90 + [7] * 10)
+    part = torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:500]
+    kept = labels[part]
+    ranks = [data.EpochSampler(kept, 0, 2, rank, balanced=True) for rank in (0, 1)]
+    drawn = torch.tensor([index for sampler in ranks for index in sampler])
+    counts = kept[drawn].bincount(minlength=8)
+    print(counts.tolist())
+    assert len(drawn) == 500 and counts[2:7].sum() == 0 and (counts[[0, 1, 7]] - 500 / 3).abs().max() < 50
+
+
+class Drawing(Dataset):
+    """Draws once from each kind of generator for each item."""
+
+    def __init__(self):
+        import random
+
+        import numpy as np
+
+        self.own_random, self.own_numpy, self.own_torch = random.Random(0), np.random.default_rng(0), torch.Generator().manual_seed(0)
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        import random
+
+        import numpy as np
+
+        return torch.tensor([
+            random.random(), np.random.random(), torch.rand(()), self.own_random.random(), self.own_numpy.random(), torch.rand((), generator=self.own_torch),
+        ])
+
+
+def test_draws_differ_between_workers_and_epochs_and_repeat_with_the_seed():  # L01
+    def draws(seed):
+        loader = data.make_loader(Drawing(), 2, workers=2, seed=seed, collate=torch.stack)
+        return torch.cat([batch for _ in range(2) for batch in loader])  # 2 epochs x 2 workers x 2 items
+
+    first = draws(5)
+    for kind, column in enumerate(first.T):
+        assert len(column.unique()) == 8, f"generator {kind}: {column.tolist()}"
+    assert torch.equal(draws(5), first) and not torch.equal(draws(6), first)
+
+
+def test_split_is_one_for_all_ranks_and_only_rank_0_writes(folder):
+    before = "import utils, os\ndef write(path, *args, real=utils.write_atomically):\n    assert os.environ['RANK'] == '0'\n    return real(path, *args)\nutils.write_atomically = write"
+    status, out, err = run_program(*FLAGS, "--batch-size", "8", "--out", "run", cwd=folder, ranks=2, before=before)
+    assert status == 0 and out.count("test accuracy") == 1 and out.count("epoch 2/2  validation") == 1, err
