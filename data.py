@@ -73,11 +73,12 @@ def fetch_mnist(root, name="MNIST", stall=10.0, limit=300.0):
         with tempfile.TemporaryDirectory(dir=raw, ignore_cleanup_errors=True) as folder:
             socket.setdefaulttimeout(stall)
             thread = threading.Thread(target=download, args=(folder,), daemon=True)
-            thread.start()
-            thread.join(limit)
+            if not complete():  # who held the lock a moment ago may have fetched it
+                thread.start()
+                thread.join(limit)
             if thread.is_alive():
                 failures.append(f"not finished after {limit:.0f} s")
-            for file in IDX_FILES if not failures else ():
+            for file in IDX_FILES if not failures and not complete() else ():
                 os.replace(Path(folder) / name / "raw" / file, raw / file)
     except OSError as error:  # no permission, no space
         failures.append(str(error))
@@ -133,7 +134,7 @@ def load_mnist(root, train=True, name="MNIST"):
     ValueError for a file that is not what its name says, OSError for one that cannot be read.
     Needs: read_idx, check_labels, FASHION_CLASSES, IDX_FILES.
     """
-    image_file, label_file = (Path(root) / name / "raw" / file for file in IDX_FILES[0 if train else 2 :][:2])
+    image_file, label_file = (Path(root) / name / "raw" / file for file in (IDX_FILES[:2] if train else IDX_FILES[2:]))
     images, labels = read_idx(image_file, 3), read_idx(label_file, 1).long()
     classes = FASHION_CLASSES if name == "FashionMNIST" else [str(digit) for digit in range(10)]
     check_labels(images, labels, classes, label_file)
@@ -159,7 +160,7 @@ def load_dataset(choice, root, once=lambda function: function(), say=print):
 
 
 def split_validation(n, val_size, seed):
-    """Indices of the training and, a twelfth at most, of the validation part of n samples: two int64 tensors.
+    """Indices of the training part and the validation part (val_size, n // 12 at most) of n samples: two int64 tensors.
 
     A function of its arguments alone: the same for every rank, rerun and resume.
     """
@@ -174,12 +175,12 @@ def split_validation(n, val_size, seed):
 class Digits(Dataset):
     """Images uint8 (N, 28, 28) and labels int64 (N,) in memory, of K classes (names). Needs: check_labels, take.
 
-    augment    distort each image a little each time, by `seed`; for training only
-    transform  optional function of one image, float (1, 28, 28) in 0..1, such as torchvision's; comes last
+    augment    distort each image a little, by `seed` and the batch that it is in; for training only
+    transform  optional function of one image, float (1, 28, 28) in 0..1, such as torchvision's, that stays in 0..1
 
-    dataset[i] is one sample, float (1, 28, 28) and int64 (). dataset.__getitems__(indices), which a DataLoader calls if
-    it is there, is a whole batch, float (B, 1, 28, 28) and int64 (B,): one indexing operation in place of B calls, B
-    small tensors and a stack, where most of a textbook loader's time goes.
+    dataset[i], i >= 0, is one sample, float (1, 28, 28) and int64 (). dataset.__getitems__(indices), which a DataLoader
+    calls if it is there, is a whole batch, float (B, 1, 28, 28) and int64 (B,): one indexing operation in place of B
+    calls, B small tensors and a stack, where most of a textbook loader's time goes.
     """
 
     def __init__(self, images, labels, classes, augment=False, seed=0, transform=None):
@@ -209,10 +210,9 @@ def take(images, labels, indices, augmented=False, seed=0):
     indices = torch.as_tensor(indices)
     batch = images[indices].unsqueeze(1).float() / 255  # as uint8 the whole takes a quarter of the memory
     if augmented:
-        # A function of the seed and the batch: which samples, in which order. A shuffled epoch has new batches and so
-        # new draws, the same for any number of workers, and a resumed run has no generator to restore.
-        generator = torch.Generator().manual_seed(zlib.crc32(indices.numpy().tobytes(), seed))
-        batch = augment(batch, generator)
+        # A function of the seed and the batch: which samples, in which order. So shuffled epochs differ (unless a batch
+        # is one image), the number of workers makes no difference, and a resumed run has no generator to restore.
+        batch = augment(batch, torch.Generator().manual_seed(zlib.crc32(indices.numpy().tobytes(), seed)))
     return batch, labels[indices].long().masked_fill(indices < 0, -100)
 
 
@@ -221,8 +221,8 @@ class DigitStream(IterableDataset):
 
     files     paths of images and labels, unpacked; mapped anew for each batch, so what was read is given back
     total     it yields the first so many samples
-    left_out  int64 indices to pass over, such as the validation set
-    buffer    how many indices wait to be drawn: more than the file has of one class in a row
+    left_out  int64 indices below `total`, each once, to pass over: the validation set
+    buffer    how many indices wait to be drawn; should exceed the longest run of one class in the file
 
     Yields float (B, 1, 28, 28) in 0..1, int64 (B,). Each worker of each rank walks through all indices in an order that
     is a function of seed + epoch and reads its own batches alone: every sample comes once, for any number of workers,
@@ -230,11 +230,11 @@ class DigitStream(IterableDataset):
     """
 
     def __init__(self, files, total, batch_size, left_out=(), augment=False, seed=0, world_size=1, rank=0, buffer=9999):
-        if not Path(files[0]).is_file():
-            raise ValueError(f"{files[0]}: not there; a stream maps unpacked files, so gunzip it first")
-        self.files, self.total, self.left_out = files, total, torch.as_tensor(left_out)
-        self.batch_size, self.buffer, self.augment, self.seed = batch_size, buffer, augment, seed
-        self.world_size, self.rank, self.epoch = world_size, rank, 0
+        if missing := [str(file) for file in files if not Path(file).is_file()]:
+            raise ValueError(f"{missing}: not there; a stream maps unpacked files, so gunzip them first")
+        self.files, self.total, self.left_out, self.buffer = files, total, torch.as_tensor(left_out), buffer
+        self.batch_size, self.augment, self.seed, self.epoch = batch_size, augment, seed, 0
+        self.world_size, self.rank = world_size, rank
 
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -318,8 +318,8 @@ def collate_packed(batch, blank=False):
 def collate_tokens(batch, blank=False):
     """The same tokens padded: (tokens float (B, L, 16), positions int64 (B, L), mask bool (B, L)), labels.
 
-    An image has 5 to 32, 18.5 on average; L is the largest number in the batch. Needs: collate_packed, pad. Two images
-    of the sample, both a 1, and the pixels of the first patch:
+    An image has 5 to 32, 18.5 on average, augmented 22; L is the largest number in the batch. Two images of the sample,
+    both a 1, and the pixels of the first patch. Needs: collate_packed, pad.
 
     >>> two = Digits(*load_mnist(SAMPLE, train=False)).__getitems__([361, 241])
     >>> (tokens, positions, mask), labels = collate_tokens(two)
@@ -344,8 +344,8 @@ class EpochSampler(DistributedSampler):
 
     labels int64 (N,). balanced: N draws with replacement, by WeightedRandomSampler, all classes equally often on
     average; else all, shuffled. If the ranks do not divide N, the last get the index -1, nobody, whose label -100
-    cross_entropy leaves out: all take equally many steps and no sample counts twice. DistributedSampler itself repeats
-    the first samples or drops the last.
+    cross_entropy leaves out (batch norm does not): all take equally many steps and no sample counts twice.
+    DistributedSampler itself repeats the first samples or drops the last.
     """
 
     def __init__(self, labels, seed=0, world_size=1, rank=0, balanced=False):
@@ -364,12 +364,12 @@ class EpochSampler(DistributedSampler):
 def seed_worker(worker_id):
     """Prepares a worker process of a DataLoader, whose global generators torch has seeded already, NumPy's too.
 
-    Those that a data set keeps came as copies, and would draw the same in all workers.
+    Generators that are attributes of the data set are copies, equal in all workers: they get seeds of their own here.
     """
-    if hasattr(os, "setsid"):  # out of reach of the terminal's Ctrl-C, which would end the step with the worker
+    if hasattr(os, "setsid"):  # so that Ctrl-C in a terminal does not kill a worker in the middle of a step
         os.setsid()
-    kept, seed = vars(torch.utils.data.get_worker_info().dataset), torch.initial_seed()
-    for name, value in kept.items():
+    kept = getattr(torch.utils.data.get_worker_info().dataset, "__dict__", {})
+    for seed, (name, value) in enumerate(kept.items(), torch.initial_seed() + 1):
         if hasattr(value, "bit_generator"):  # NumPy's Generator
             kept[name] = type(value)(type(value.bit_generator)(seed))
         elif isinstance(value, (torch.Generator, random.Random)):

@@ -1,7 +1,7 @@
 """Networks: a batch goes in, one row of logits for each sample comes out.
 
 SimpleCNN            images (B, 1, 28, 28) -> logits (B, K)
-AttentionClassifier  (tokens (B, L, P), positions (B, L), mask (B, L)) -> logits (B, K), and its parts before it
+AttentionClassifier  (tokens (B, L, P), positions (B, L), mask (B, L)) -> logits (B, K); its parts stand above it
 quantize             either of them with weights of 2 to 8 bits, by the straight-through estimator RoundSTE
 
 A mask is bool, True = a real token, everywhere. This file knows nothing of files or training and imports torch alone.
@@ -27,8 +27,8 @@ class SimpleCNN(nn.Module):
     width    channels C of the first convolution; the layers after it have 2C, 4C and K outputs
     dropout  probability with which a hidden unit is dropped (Srivastava et al. 2014), 0 <= dropout < 1
     classes  K
-    norm     "none"; "batch" (Ioffe and Szegedy 2015), over one forward pass of one process: accumulation and several
-             processes do not give what one big batch does; with "group" (Wu and He 2018), over a sample, they do
+    norm     "none"; "batch" (Ioffe and Szegedy 2015), by statistics of one forward pass of one process: accumulation or
+             more processes differ from one big batch; "group" (Wu and He 2018), of each sample: they do not
 
     images float (B, 1, 28, 28), normalized -> logits (B, K). Width 32 and 10 classes make 421,642 parameters.
     """
@@ -57,9 +57,9 @@ class SimpleCNN(nn.Module):
 
 
 def check_mask(mask, shape):
-    """TypeError unless `mask` is bool, ValueError unless it has `shape`. Of numbers nobody knows which means real."""
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask: bool expected, True = a real token, but {mask.dtype} found")
+    """TypeError unless `mask` is bool, ValueError unless it has `shape`. In numbers, 1 may mean real, or padding."""
+    if getattr(mask, "dtype", None) != torch.bool:
+        raise TypeError(f"mask: bool expected, True = a real token, but {getattr(mask, 'dtype', type(mask))} found")
     if mask.shape != shape:
         raise ValueError(f"mask: shape {tuple(shape)} expected, {tuple(mask.shape)} found")
 
@@ -81,14 +81,14 @@ class SimpleSelfAttention(nn.Module):
     (column); None = all real -> (B, L, d). What x holds where mask (B, L) is False has no effect, not even NaN. A query
     that may look at nothing gets zeros. TypeError for a mask that is not bool.
 
-    Packed: x (T, d), the real tokens of all samples in one row, mask (B, L) with T times True -> (T, d). Samples do not
-    see each other, as with a block-diagonal mask (1, T, T), and padding takes no part in the projections.
+    Packed: x (T, d), the real tokens of all samples in one row, and a mask (B, L) with T times True -> (T, d). Samples
+    do not see each other, as with a block-diagonal mask (1, T, T), and padding takes no part in the projections.
     """
 
     def __init__(self, d_model, n_heads, kernel="manual"):
         super().__init__()
-        if d_model % n_heads:
-            raise ValueError(f"d_model {d_model} is not a multiple of n_heads {n_heads}")
+        if d_model % n_heads or kernel not in ("manual", "fused"):
+            raise ValueError(f"d_model {d_model} is not a multiple of n_heads {n_heads}, or kernel {kernel} unknown")
         self.n_heads, self.kernel = n_heads, kernel
         self.qkv = nn.Linear(d_model, 3 * d_model)  # queries, keys and values in one product
         self.out = nn.Linear(d_model, d_model)
@@ -143,11 +143,11 @@ class TemperatureSoftmax(nn.Module):
         return self.start * (F.softplus(self.raw) / F.softplus(torch.zeros_like(self.raw)))
 
     def forward(self, scores, mask=None):
-        scores = scores / self.temperature()
         if mask is None:
-            return scores.softmax(-1)
+            return (scores / self.temperature()).softmax(-1)
         check_mask(mask, scores.shape)
         nothing = ~mask.any(-1, keepdim=True)  # as in SimpleSelfAttention: no softmax over nothing
+        scores = scores.masked_fill(~mask, 0) / self.temperature()  # before: t's gradient would be NaN where they are
         return scores.masked_fill(~(mask | nothing), -math.inf).softmax(-1).masked_fill(nothing, 0)
 
 
@@ -175,7 +175,7 @@ class MaskedPooling(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block (Xiong et al. 2020): tokens look at each other, then each is worked on by itself.
 
-    x (B, L, d), or packed (T, d), mask bool (B, L) -> the shape of x. Needs: SimpleSelfAttention.
+    x (B, L, d), finite, or packed (T, d), mask bool (B, L) -> the shape of x. Needs: SimpleSelfAttention.
     """
 
     def __init__(self, d_model, n_heads, dropout=0.0, kernel="manual"):
@@ -194,11 +194,11 @@ class Block(nn.Module):
 class AttentionClassifier(nn.Module):
     """A small vision transformer (Dosovitskiy et al. 2021), for any number of patches, of P pixels in `places` places.
 
-    grad_checkpoint: keep what enters a block alone, and compute the rest again in the backward pass (Chen et al. 2016).
+    grad_checkpoint: store only each block's input and recompute the rest in the backward pass (Chen et al. 2016).
 
     batch = (tokens float (B, L, P), positions int64 (B, L), mask bool (B, L)), in which padding may hold anything
     or packed (tokens (T, P), positions (T,), mask (B, L), segments int64 (T,)) -> logits (B, K). ValueError for a
-    position beyond the places (a GPU has its own error). Needs: Block, MaskedPooling, check_mask, init_weights.
+    position that is no place (a GPU has its own error). Needs: Block, MaskedPooling, check_mask, init_weights.
     """
 
     def __init__(
@@ -221,10 +221,11 @@ class AttentionClassifier(nn.Module):
             # Attention itself does not know an order: without the place a digit would be a bag of patches.
             x = self.embed(tokens) + self.place(positions)  # (B, L, d) or (T, d)
         except IndexError:
-            raise ValueError(f"position {positions.max()}, but places 0 to {self.place.num_embeddings - 1}") from None
+            low, high = positions.min(), positions.max()
+            raise ValueError(f"positions {low} to {high}, places 0 to {self.place.num_embeddings - 1}") from None
         for block in self.blocks:
             if self.grad_checkpoint and self.training:
-                x = checkpoint(block, x, mask, use_reentrant=False)  # puts the generator back for the second dropout
+                x = checkpoint(block, x, mask, use_reentrant=False)  # restores the generator: dropout repeats
             else:
                 x = block(x, mask)
         return self.head(self.pool(self.norm(x), mask, *segments))  # (B, K)
@@ -261,7 +262,7 @@ class RoundSTE(torch.autograd.Function):
         return (steps.clamp(low, high) * scale).to(x.dtype)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):  # apart from forward, as torch.func wants it
+    def setup_context(ctx, inputs, output):  # apart from forward, as torch.func wants it, which may return y alone
         x, scale, low, high = inputs
         steps = (x.to(scale.dtype) * (1 / scale)).round()
         ctx.save_for_backward((steps >= low) & (steps <= high))
@@ -272,10 +273,10 @@ class RoundSTE(torch.autograd.Function):
 
 
 def quantization_scale(x, bits, axis=None):
-    """The step s for which x / s fills -high..high, high = 2^(bits - 1) - 1: the largest magnitude / high, float32.
+    """The step s for which x / s fills -high..high, high = 2^(bits - 1) - 1: the largest magnitude / high.
 
-    One for all of x, or one for each index along `axis`, in a shape such as (C, 1, 1, 1). ValueError unless bits is 2
-    to 8. No gradient goes through it.
+    One for all of x, or one for each index along `axis`, in a shape such as (C, 1, 1, 1); float32, or 64 as x is; no
+    gradient. ValueError unless bits is 2 to 8.
     """
     if not 2 <= bits <= 8:
         raise ValueError(f"{bits} bits: 2 to 8 expected")
@@ -287,18 +288,15 @@ def quantization_scale(x, bits, axis=None):
 def fake_quantize(x, bits=8, axis=None, scale=None):
     """x rounded to integers of so many bits times a scale, by default its quantization_scale; shape and dtype of x.
 
-    Symmetric: without -2^(bits - 1), which mirrors nothing; 2 bits say -s, 0 and s. Off by s / 2 at most. The gradient
-    goes through as if nothing had been rounded (Jacob et al. 2018). Needs: RoundSTE, quantization_scale.
+    Symmetric: without -2^(bits - 1), which mirrors nothing; 2 bits say -s, 0 and s. Within the range, x is off by s / 2
+    at most and the gradient is 1 (Jacob et al. 2018). `scale` is a tensor. Needs: RoundSTE, quantization_scale.
     """
     high = 2 ** (bits - 1) - 1
     return RoundSTE.apply(x, quantization_scale(x, bits, axis) if scale is None else scale, -high, high)
 
 
 class QuantActivation(nn.Module):
-    """Fake-quantizes what comes, by a running mean of its largest magnitude in training.
-
-    Needs: fake_quantize, quantization_scale.
-    """
+    """Fake-quantizes by a running mean of largest magnitudes in training. Needs: fake_quantize, quantization_scale."""
 
     def __init__(self, bits):
         super().__init__()
@@ -309,14 +307,15 @@ class QuantActivation(nn.Module):
         if self.training:
             largest = x.detach().abs().amax().float()
             self.range.copy_(torch.where(self.range > 0, self.range.lerp(largest, 0.05), largest))
-        return fake_quantize(x, self.bits, scale=quantization_scale(self.range, self.bits))
+        y = fake_quantize(x, self.bits, scale=quantization_scale(self.range, self.bits))
+        return torch.where(self.range > 0, y, x)  # never trained, it lets all pass
 
 
 class QuantConv2d(nn.Conv2d):
     """nn.Conv2d whose weight is fake-quantized in each forward pass, by output channel. Needs: fake_quantize.
 
     The weight itself stays float, and steps add up in it until it rounds to another integer. Its key is the same, so a
-    float checkpoint loads. A quantizer of the input, such as QuantActivation, is optional.
+    float checkpoint loads. A `quantize_input`, such as QuantActivation, is optional and adds a key, its range.
     """
 
     def __init__(self, *args, bits=8, quantize_input=None, **kwargs):
@@ -339,27 +338,28 @@ class QuantLinear(nn.Linear):
 
 
 def quantize(model, bits, activation_bits=None):
-    """Makes quantized layers of all in `model`, and returns it. Needs: QuantConv2d, QuantLinear, QuantActivation."""
+    """Makes each nn.Conv2d and nn.Linear (no subclass) quantized. Needs: QuantConv2d, QuantLinear, QuantActivation."""
     for layer in list(model.modules()):
-        quantized = {nn.Conv2d: QuantConv2d, nn.Linear: QuantLinear}.get(type(layer))
-        if quantized:
-            layer.__class__ = quantized  # the same object: parameters, hooks, device and place in the model stay
-            layer.bits = bits
-            layer.quantize_input = QuantActivation(activation_bits) if activation_bits else nn.Identity()
+        for plain, quantized in ((nn.Conv2d, QuantConv2d), (nn.Linear, QuantLinear)):
+            if type(layer) in (plain, quantized):
+                layer.__class__ = quantized  # the same object: parameters, hooks, device and place in the model stay
+                layer.bits = bits
+                activation = QuantActivation(activation_bits) if activation_bits else nn.Identity()
+                layer.quantize_input = activation.to(layer.weight.device).train(layer.training)
     return model
 
 
 def pack_weights(model):
     """The state_dict of a model from `quantize`, each weight as {"integers": int8 (bytes,), "scale", "bits", "shape"}.
 
-    Of 3 or 4 bits two are in a byte, of 2 bits four. Needs: QuantConv2d, QuantLinear, quantization_scale, field_of.
+    2 bits: four to a byte; 3 or 4 bits: two. Needs: QuantConv2d, QuantLinear, quantization_scale, field_of.
     """
     weights = dict(model.state_dict())
     for name, layer in model.named_modules():
         if isinstance(layer, (QuantConv2d, QuantLinear)):
             scale, high = quantization_scale(layer.weight, layer.bits, axis=0), 2 ** (layer.bits - 1) - 1
-            integers = (layer.weight.detach() * (1 / scale)).round().clamp(-high, high).to(torch.int8).flatten()
-            wide, shifts = field_of(layer.bits)
+            integers = (layer.weight.detach() * (1 / scale)).round().clamp(-high, high)  # as in RoundSTE, to the bit
+            integers, (wide, shifts) = integers.to(torch.int8).flatten(), field_of(layer.bits, scale.device)
             fields = F.pad(integers, (0, -len(integers) % len(shifts))).view(torch.uint8).view(-1, len(shifts))
             packed = ((fields & 2**wide - 1) << shifts).sum(1, dtype=torch.uint8).view(torch.int8)
             about = {"scale": scale, "bits": layer.bits, "shape": list(layer.weight.shape)}
@@ -372,17 +372,17 @@ def unpack_weights(weights):
     weights = dict(weights)
     for key, value in weights.items():
         if isinstance(value, dict):
-            wide, shifts = field_of(value["bits"])
+            wide, shifts = field_of(value["bits"], value["scale"].device)
             # Each field is moved to the upper end of its byte, and back down as int8: that takes its sign along.
             integers = (value["integers"].view(torch.uint8)[:, None] << 8 - wide - shifts).view(torch.int8) >> 8 - wide
             weights[key] = integers.flatten()[: math.prod(value["shape"])].view(value["shape"]) * value["scale"]
     return weights
 
 
-def field_of(bits):
+def field_of(bits, device=None):
     """How many bits a packed integer takes, 2, 4 or 8, and where in a byte they begin."""
     wide = 2 if bits == 2 else 4 if bits <= 4 else 8
-    return wide, torch.arange(0, 8, wide, dtype=torch.uint8)
+    return wide, torch.arange(0, 8, wide, dtype=torch.uint8, device=device)
 
 
 def count_parameters(model):

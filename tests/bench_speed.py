@@ -1,16 +1,21 @@
 """How fast the default training is, as ratios within one run: python tests/bench_speed.py [--rounds 5] [--images 12800]
 
-1. an epoch of ours over an epoch of the textbook loop below, in images per second, training alone
+1. an epoch of ours over an epoch of the textbook loop below, in images per second, training alone: both augment the
+   images, ours a batch at a time, theirs one PIL image at a time; and, for comparison, with a textbook that does not
 2. a pass of our loader, augmentation off, over a pass of the textbook's, which does not augment either
 3. the floating-point operations of our training step per second over those of a large float32 matrix product
 4. the three checkpoints that an epoch writes over an epoch of the 55,000 training digits of the complete MNIST
+5. images per second of two processes with one thread each, half a batch for each, over one process with two threads
 
 All are measured in turns, round by round, on the bundled sample repeated to the same number of images; the median and
 the range over the rounds are printed. A ratio holds on a busy machine where a number of seconds does not.
 """
 
 import argparse
+import csv
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -66,6 +71,34 @@ def timed(function):
     return time.perf_counter() - started
 
 
+def textbook(n, augment):
+    """(model, loader, optimizer) of the textbook, for n images of the sample."""
+    affine = [transforms.RandomAffine(10, translate=(2 / 28, 2 / 28), scale=(0.9, 1.1))] if augment else []
+    transform = transforms.Compose([*affine, transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+    single = ConcatDataset([datasets.MNIST(data.SAMPLE, transform=transform)] * -(-n // 4000))
+    model = TextbookCNN()
+    loader = DataLoader(torch.utils.data.Subset(single, range(n)), batch_size=64, shuffle=True)
+    return model, loader, torch.optim.Adam(model.parameters())
+
+
+def textbook_alone(n, augment):
+    """Seconds of a textbook epoch in a process of its own, where the C library's memory is as everybody has it."""
+    code = f"import bench_speed as b; parts = b.textbook({n}, {augment}); b.textbook_epoch(*b.textbook(1280, {augment})); print(b.timed(lambda: b.textbook_epoch(*parts)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def program_speed(processes, threads, folder):
+    """Images per second of train.py in its second and third epoch of the sample, over all processes."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    out, batch = f"{folder}/{processes}", str(128 // processes)
+    flags = ["--dataset", "sample", "--epochs", "3", "--val-size", "0", "--batch-size", batch, "--out", out]
+    command = [sys.executable, *torchrun, str(Path(train.__file__)), *flags]
+    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, capture_output=True, check=True)
+    with open(f"{out}/metrics.csv", newline="") as file:
+        return statistics.mean(float(row["images_per_second"]) for row in list(csv.DictReader(file))[1:])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
@@ -75,16 +108,12 @@ def main():
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {n:,} images an epoch, {options.rounds} rounds")
 
     torch.manual_seed(0)
-    utils.keep_freed_memory()  # for the textbook as well, in one process: it gains from it, so the ratio is on the low side
+    utils.keep_freed_memory()
     images, labels, classes = data.load_mnist(data.SAMPLE)
     repeats = -(-n // len(images))
     images, labels = images.repeat(repeats, 1, 1)[:n], labels.repeat(repeats)[:n]
 
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
-    single = ConcatDataset([datasets.MNIST(data.SAMPLE, transform=transform)] * repeats)
-    their_loader = DataLoader(torch.utils.data.Subset(single, range(n)), batch_size=64, shuffle=True)
-    theirs = TextbookCNN()
-    their_optimizer = torch.optim.Adam(theirs.parameters())
+    their_loader = textbook(n, False)[1]
 
     args = train.parse_args(["--amp", "off"])
     loader = data.make_loader(data.Digits(images, labels, classes, augment=True), args.batch_size, data.EpochSampler(labels))
@@ -110,25 +139,28 @@ def main():
         for _ in range(4):
             a @ b
 
-    our_epoch(), textbook_epoch(theirs, their_loader, their_optimizer), products()  # the first time is never the usual time
+    our_epoch(), products(), list(their_loader)  # the first time is never the usual time
     waiting.clear()
     rows = []
     for _ in range(options.rounds):
         matrix = 4 * 2 * 2048**3 / timed(products)
         epoch = timed(our_epoch)
         matrix = (matrix + 4 * 2 * 2048**3 / timed(products)) / 2  # before and after: the machine's speed drifts
-        textbook = timed(lambda: textbook_epoch(theirs, their_loader, their_optimizer))
+        augmenting, plain = textbook_alone(n, True), textbook_alone(n, False)
         load, their_load = timed(lambda: list(plain_loader)), timed(lambda: list(their_loader))
         with tempfile.TemporaryDirectory(dir=".") as folder:
             checkpoint = {"model": ours.state_dict(), "optimizer": optimizer.state_dict(), "rng": [utils.rng_state(CPU)]}
             saving = 3 * timed(lambda: utils.save_checkpoint(f"{folder}/last.pt", checkpoint)) / (epoch * 55000 / n)
+            processes = program_speed(2, 1, folder) / program_speed(1, 2, folder)
         rows.append((
-            textbook / epoch, their_load / load, flops * n / epoch / matrix, saving, n / epoch, n / textbook, matrix / 1e9,
+            augmenting / epoch, plain / epoch, their_load / load, flops * n / epoch / matrix, saving, processes,
+            n / epoch, n / augmenting, n / plain, matrix / 1e9,
         ))
 
     names = (
-        "epoch, textbook time / ours", "loader pass, textbook time / ours", "training FLOP/s / matrix product's", "saving / epoch of MNIST",
-        "our images/s", "textbook images/s", "matrix product, GFLOP/s",
+        "epoch, textbook time / ours", "same, textbook without augmenting", "loader pass, textbook time / ours",
+        "training FLOP/s / matrix product's", "saving / epoch of MNIST", "2 processes / 1 process, images/s",
+        "our images/s", "textbook images/s", "same, without augmenting", "matrix product, GFLOP/s",
     )
     print(f"training step: {flops / 1e6:.2f} MFLOP an image; waiting for data {100 * statistics.median(waiting):.1f} % of our epoch")
     for name, values in zip(names, zip(*rows)):

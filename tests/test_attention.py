@@ -179,6 +179,9 @@ def test_temperature_is_learnt_as_gradcheck_says():
     assert torch.autograd.gradcheck(lambda scores, raw: torch.func.functional_call(softmax, {"raw": raw}, (scores, mask)), (scores, softmax.raw))
     assert softmax(scores, mask).sum(-1).tolist() == pytest.approx([1, 0, 1])
     assert not softmax(scores, mask)[~mask].any()
+    for hidden in (math.nan, -math.inf, math.inf):  # what the mask hides is kept from the gradient of the temperature, too
+        softmax(scores.detach().masked_fill(~mask, hidden), mask)[:, 0].sum().backward()
+        assert softmax.raw.grad.isfinite() and softmax.raw.grad != 0
 
 
 def test_pooling_leaves_padding_out():  # M04
@@ -292,7 +295,7 @@ def test_one_fully_masked_row_leaves_the_others_alone(kernel):  # M01
 
 def test_a_place_that_does_not_exist_is_an_error():
     network, mask = classifier(), torch.ones(1, 2, dtype=torch.bool)
-    with pytest.raises(ValueError, match="position 49, but places 0 to 48"):
+    with pytest.raises(ValueError, match="positions 3 to 49, places 0 to 48"):
         network((torch.zeros(1, 2, 16), torch.tensor([[3, 49]]), mask))
 
 

@@ -158,7 +158,7 @@ def seed_worker_runs(f):
         patch.setattr(os, "setsid", lambda: done.append(1))
         patch.setattr(torch.utils.data, "get_worker_info", lambda: SimpleNamespace(dataset=kept))
         f(0)
-    return done == [1] and kept.own.random() == random.Random(torch.initial_seed()).random()
+    return done == [1] and kept.own.random() == random.Random(torch.initial_seed() + 1).random()
 
 
 def snapshot_has(f):

@@ -168,8 +168,11 @@ def test_activations_by_a_running_range():
     y.sum().backward()
     assert y[0].item() == pytest.approx(2.3) and large.grad.tolist() == [0, 1] and quantizer.range.item() == pytest.approx(2.3)
 
-    network = quantize(SimpleCNN(4), 8, activation_bits=8)
-    plain = SimpleCNN(4)
+    network = quantize(quantize(SimpleCNN(4).eval(), 2), 8, activation_bits=8)  # the second call counts
+    plain, noise = SimpleCNN(4), torch.randn(2, 1, 28, 28)
+    assert network.fc1.bits == 8 and torch.equal(network(noise), network(noise)) and not network.conv1.quantize_input.training
+    assert (network(noise) - quantize(network, 8)(noise)).abs().max() == 0  # without a range, all passes
+    quantize(network, 8, activation_bits=8)
     assert set(plain.state_dict()) < set(network.state_dict())
     utils.load_matching(network, plain.state_dict(), say=lambda line: None)
     images = torch.rand(64, 1, 28, 28)
