@@ -14,7 +14,6 @@ Letters: B samples in a batch, K classes. "Needs" in a docstring: what to copy a
 import argparse
 import copy
 import math
-import shutil
 import signal
 import sys
 import time
@@ -101,7 +100,7 @@ def parse_args(argv=None, stored=None):
     parser.set_defaults(**(stored or {}))
     args = parser.parse_args(argv)
     vars(args).update({key: value for key, value in DEFAULTS[args.model].items() if getattr(args, key) is None})
-    if args.norm == "batch" and args.batch_size == 1:
+    if args.norm == "batch" and args.batch_size == 1 and args.model == "cnn":
         parser.error("--norm batch: a batch of 1 is its own mean; take --norm group or a larger --batch-size")
     if args.balanced and args.stream:
         parser.error("--balanced: cannot draw from a --stream, which reads in order")
@@ -129,10 +128,9 @@ def train_one_epoch(
 ):
     """Trains for one epoch and returns its metrics as a dict. Needs: LOSS.
 
-    loader   pairs of what the model takes and labels int64 (B,)
+    loader   pairs of what the model takes and labels int64 (B,); its sampler, or its stream, has set_epoch
     state    where the run is, see utils.new_state; up to date whenever after_step is called, and can be saved there
     args     accum, lr, warmup, schedule, label_smoothing, clip, amp
-    show     takes a line on the progress now and then
     teacher  a model in eval mode, without gradients, whose answers are targets, too
 
     FloatingPointError, with epoch and step, if the loss or the gradient is not finite.
@@ -174,7 +172,7 @@ def train_one_epoch(
                 logits = logits.float()  # a softmax in 16 bits is off in the third digit
                 loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=args.label_smoothing)
                 if teacher:
-                    loss = loss + utils.distillation(logits, wanted.float())
+                    loss = loss + utils.distillation(logits * (real := (labels >= 0)[:, None]), wanted.float() * real)
                 # Sum over the samples / count of the window = the mean over the window, exactly. The usual
                 # mean-of-batch / accum gives a sample more weight in a short batch, and too little in a short window.
                 # DDP takes the mean over ranks: with the ranks' mean count that is the mean over all their samples.
@@ -226,7 +224,7 @@ def train_one_epoch(
 
 @torch.no_grad()  # keeps no graph. eval() is another thing, it turns dropout off: evaluation needs both
 def evaluate(model, loader, device, amp="off"):
-    """Mean loss and accuracy over the samples of all ranks, as a dict. Needs: utils.sum_over_ranks.
+    """Mean loss and accuracy over the samples of all ranks, as a dict. FloatingPointError if the loss is not finite.
 
     Also "samples", their number, and "confusion", int64 (K, K): how often label i (row) was taken for class j (column).
     Ranks bring different samples, none twice. The model is left in the mode in which it came.
@@ -246,6 +244,8 @@ def evaluate(model, loader, device, amp="off"):
     confusion = utils.sum_over_ranks(confusion).view(K, K).cpu()
     samples = confusion.sum().item()
     loss, accuracy = utils.sum_over_ranks(loss).item() / samples, confusion.diag().sum().item() / samples
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"evaluation: loss {loss}, from weights or pixels that are not finite")
     return {"loss": loss, "accuracy": accuracy, "samples": samples, "confusion": confusion}
 
 
@@ -261,7 +261,7 @@ def main(argv=None):
             checkpoint["model"] = networks.unpack_weights(checkpoint["model"])
             if not args.init:
                 args = parse_args(argv, checkpoint.get("args"))
-        once = ("device", "out", "dry_run", "resume", "init", "evaluate", "export")  # of this run of the program alone
+        once = ("device", "out", "dry_run", "resume", "init", "evaluate", "export")  # of one start alone: not stored
         stored = {key: value for key, value in vars(args).items() if key not in once}
         device = utils.pick_device(args.device)
         rank, world_size, device = utils.init_distributed(device)
@@ -272,42 +272,42 @@ def main(argv=None):
 
         if args.export:
             args.quant_bits = args.quant_bits or 8
-            model = build_model(args, checkpoint["classes"])
-            utils.load_weights(model, checkpoint["model"])
+            model = build_model(args, checkpoint.get("classes", range(10)))
+            utils.load_weights(model, checkpoint["model"], path)
             path = Path(args.export).with_suffix(f".int{args.quant_bits}.pt")
             packed = {"model": networks.pack_weights(model), "args": stored | {"quant_bits": 0}}
-            utils.save_checkpoint(path, packed | {"classes": checkpoint["classes"]})
-            size, full = path.stat().st_size, 4 * networks.count_parameters(model)
-            return say(f"{path}: {size:,} bytes, {size / full:.3f} of its weights in float32")
+            utils.save_checkpoint(path, packed | {"classes": checkpoint.get("classes")})
+            size = path.stat().st_size
+            return say(f"{path}: {size:,} bytes, {size / 4 / networks.count_parameters(model):.3f} of float32")
 
         name, train, test = data.load_dataset(args.dataset, args.data_dir, utils.once_per_machine, say)
         few = 2 * args.batch_size * world_size if args.dry_run else None  # [:None] is everything
         (images, labels, classes), test_set = train, data.Digits(test[0][:few], test[1][:few], train[2])
         N = len(images[:few])
-        train_part, val_part = data.split_validation(N, args.val_size, args.seed)
         if args.stream:  # held out evenly from the whole file: a list of what is left would grow with it
-            val_part = torch.linspace(0, N - 1, len(val_part), dtype=torch.float64).long()
+            val_part = torch.linspace(0, N - 1, min(args.val_size, N // 12), dtype=torch.float64).long()
             raw = (data.SAMPLE / "MNIST" if name == "sample" else Path(args.data_dir) / name) / "raw"
             files, deal = [raw / file for file in data.IDX_FILES[:2]], (args.seed, world_size, rank)
             train_set = data.DigitStream(files, N, args.batch_size, val_part, args.augment, *deal)
             val_set = torch.cat([data.read_idx(files[0], 3)[part] for part in val_part.split(8)])  # a few pages a map
         else:
+            train_part, val_part = data.split_validation(N, args.val_size, args.seed)
             train_set = data.Digits(images[train_part], labels[train_part], classes, args.augment, args.seed)
         val_set = data.Digits(val_set if args.stream else images[val_part], labels[val_part], classes)
-        facts = {"name": name, "train": N - len(val_set), "val": len(val_set), "test": len(test_set), "seed": args.seed}
-        facts["stream"] = args.stream
-        if args.schedule == "plateau" and not len(val_set):
-            raise ValueError("--schedule plateau: needs a validation set, see --val-size")
+        sizes = {"train": N - len(val_set), "val": len(val_set), "test": len(test_set)}
+        facts = {"name": name, **sizes, "seed": args.seed, "stream": args.stream}
+        if args.schedule == "plateau" and not len(val_set) and not args.evaluate:
+            raise ValueError("--schedule plateau: needs a validation set, see --val-size and --dry-run")
         model = build_model(args, classes)
         if args.init:
             utils.load_matching(model, checkpoint["model"], say)
         elif checkpoint:
-            utils.load_weights(model, checkpoint["model"])
+            utils.load_weights(model, checkpoint["model"], path)
         teacher = None
-        if args.teacher:
+        if args.teacher and not args.evaluate:
             known = utils.load_checkpoint(args.teacher)
             teacher = build_model(parse_args([], known.get("args")), classes).requires_grad_(False).eval()
-            utils.load_weights(teacher, networks.unpack_weights(known["model"]))
+            utils.load_weights(teacher, networks.unpack_weights(known["model"]), args.teacher)
             if type(teacher) is not type(model):
                 raise ValueError(f"--teacher {args.teacher}: a {type(teacher).__name__} takes other inputs")
 
@@ -323,10 +323,10 @@ def main(argv=None):
     # Converting the weights is enough: images of 1 channel have the same layout either way. Convert those of 3 as well.
     for network in filter(None, (model, teacher)):
         network.to(device, memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
-    if args.sync_bn and device.type == "cuda" and world_size > 1:
-        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if args.sync_bn and device.type != "cuda":
+        say("--sync-bn: there are no GPUs here, batch norm stays as it is")
     elif args.sync_bn:
-        say("--sync-bn: there are not several GPUs here, batch norm stays as it is")
+        model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if args.compile:
         model.compile()  # in place: torch.compile(model) would put _orig_mod. before every key of the checkpoint
 
@@ -336,33 +336,33 @@ def main(argv=None):
         f"test accuracy {100 * result['accuracy']:.2f} % {title('test')}, loss {result['loss']:.4f}: {of}"
     )
     if args.evaluate:
-        result = evaluate(model, test_loader, device, args.amp)
-        say(utils.confusion_table(result["confusion"], classes))
-        report(result, args.evaluate + f", weights of {args.quant_bits} bits" * bool(args.quant_bits))
-        if args.pictures and args.model == "attention" and rank == 0:
-            images, labels = test_set.__getitems__(range(min(32, len(test_set))))
-            batch = utils.to_device(data.collate_tokens((images, labels))[0], device)
-            utils.attention_picture(Path(args.evaluate).with_name("attention.png"), model, batch, images)
+        with utils.one_line(OSError, FloatingPointError):
+            result = evaluate(model, test_loader, device, args.amp)
+            say(utils.confusion_table(result["confusion"], classes))
+            report(result, args.evaluate + f", weights of {args.quant_bits} bits" * bool(args.quant_bits))
+            if args.pictures and args.model == "attention" and rank == 0:
+                images, labels = test_set.__getitems__(range(min(32, len(test_set))))
+                batch = utils.to_device(data.collate_tokens((images, labels), args.tokens == "all")[0], device)
+                utils.attention_picture(Path(args.evaluate).with_name("attention.png"), model, batch, images)
         return
 
     optimizer = utils.build_optimizer(model, args)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # bf16 has float32's range and needs none
     wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
-    epochs = 1 if args.dry_run else args.epochs
-    steps = math.ceil(len(train_loader) / args.accum)
+    epochs, steps = 1 if args.dry_run else args.epochs, math.ceil(len(train_loader) / args.accum)
     state = utils.new_state(epochs * steps)
     with utils.one_line(ValueError, OSError):
         if args.resume:
             utils.restore(checkpoint, args, facts, state, optimizer, scaler, device, rank, world_size, say)
             if state["epoch"] >= epochs and state["test"]:
                 return say(f"{args.resume}: nothing to do, {state['epoch']} epochs are done; see --epochs")
-        if args.resume and not args.out:
             folder = Path(args.resume).parent
-        else:
+            best = state["best"] and utils.load_checkpoint(folder / "best.pt")  # damaged? better known now than then
+        if not args.resume or Path(args.out or folder).resolve() != folder.resolve():
             folder = utils.new_folder(args.out, f"{name.lower()}-{args.model}") if rank == 0 else None
             folder = utils.gather_over_ranks(folder)[0]
-            if args.resume and state["best"] and rank == 0:
-                shutil.copy(Path(args.resume).with_name("best.pt"), folder)
+            if args.resume and best and rank == 0:
+                utils.save_checkpoint(folder / "best.pt", best)
 
     parameters, per_step = networks.count_parameters(model), args.batch_size * args.accum * world_size
     say(f"{type(model).__name__}: {parameters:,} parameters; {device}, mixed precision {args.amp}; results in {folder}")
@@ -432,12 +432,12 @@ def main(argv=None):
 
         # The test set is read here, once, by the weights that the validation set has chosen.
         chosen = copy.deepcopy(model)  # the run itself may go on some day, from where it is
-        weights = utils.load_checkpoint(folder / "best.pt")["model"] if rank == 0 else None
-        chosen.load_state_dict(utils.gather_over_ranks(weights)[0])
+        best = utils.gather_over_ranks(utils.load_checkpoint(folder / "best.pt") if rank == 0 else None)[0]
+        chosen.load_state_dict(best["model"])
         result = evaluate(chosen, test_loader, device, args.amp)
         state["test"] = {"accuracy": result["accuracy"], "loss": result["loss"]}
         save("last.pt")
-    report(result, f"{folder}/best.pt, of epoch {state['best']['epoch']}")
+    report(result, f"{folder}/best.pt, of epoch {best['best']['epoch']}")
 
 
 if __name__ == "__main__":

@@ -73,7 +73,9 @@ def pick_device(name="auto"):
         device = torch.device(name)
     except RuntimeError:  # cpu:x, or a kind that torch has never heard of
         device = None
-    if device is None or device.type not in there:
+    if device is None or device.type not in there or (
+        device.type != "cpu" and (device.index or 0) >= torch.get_device_module(device).device_count()
+    ):
         raise ValueError(f"--device {name}: not on this machine, which has {', '.join(there)}")
     return device
 
@@ -236,7 +238,7 @@ def lr_at(step, total, peak, warmup=0, schedule="cosine", drops=0):
     cosine    falls along half a cosine to peak / 100 at the last step (Loshchilov and Hutter 2017, without restarts)
     step      falls to a tenth after a third, and to a hundredth after two thirds of what is left
     one-cycle also rises along half a cosine, from peak / 25, and falls to peak / 250,000 (Smith and Topin 2018)
-    plateau   falls to a tenth, at most twice, with each of the `drops` that drop_on_plateau has counted
+    plateau   falls to a tenth for each of `drops` (see drop_on_plateau), two at most
     constant  stays
 
     A pure function: there is no scheduler whose counter a resume, a skipped step or an epoch more could put wrong.
@@ -254,10 +256,7 @@ def lr_at(step, total, peak, warmup=0, schedule="cosine", drops=0):
 
 
 def drop_on_plateau(drops, stale, improved, patience=2):
-    """After an epoch: how often the learning rate has dropped, and for how many epochs nothing has improved since.
-
-    The two numbers are all the state of torch's ReduceLROnPlateau (beside the best value), without the object.
-    """
+    """After an epoch: how often the learning rate has dropped, and for how many epochs nothing has improved since."""
     stale = 0 if improved else stale + 1
     return (drops + 1, 0) if stale > patience else (drops, stale)
 
@@ -273,10 +272,11 @@ def new_folder(out, name):
             raise ValueError(f"--out {folder}: holds a run already; choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+    Path("runs").mkdir(exist_ok=True)
     for n in itertools.count(1):
         try:
             folder = Path("runs") / f"{name}-{n}"
-            folder.mkdir(parents=True)  # not exist_ok: of two programs that start together one gets n, the other n + 1
+            folder.mkdir()  # not exist_ok: of two programs that start together one gets n, the other n + 1
             return folder
         except FileExistsError:
             pass
@@ -318,7 +318,7 @@ def versions():
 
 
 def new_state(total_steps):
-    """State of a run that has not begun. With model, optimizer, scaler and generators it is everything that changes."""
+    """State of a run that has not begun. With model, optimizer, scaler, generators it is all that counts but time."""
     return {
         "epoch": 0,  # epochs that are done
         "batch": 0,  # batches of the epoch now that are done, on each rank
@@ -382,8 +382,9 @@ def load_checkpoint(path):
         if broken:
             raise ValueError(f"the checksum of {broken} is wrong")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(checkpoint, dict) or "model" not in checkpoint:
-            raise ValueError("no dict with a key 'model'")
+        parts = [checkpoint["model"], checkpoint.get("args", {})] + list(checkpoint["model"].values())
+        if not all(isinstance(part, (dict, torch.Tensor)) for part in parts):
+            raise ValueError("its model or args are no dict of tensors")
     except OSError:  # absent, a folder, not permitted: says so itself
         raise
     except Exception as error:  # a damaged file raises one of a dozen types, depending on where the damage is
@@ -392,12 +393,12 @@ def load_checkpoint(path):
     return checkpoint
 
 
-def load_weights(model, weights):
-    """Loads the state_dict `weights` into `model`; ValueError, in one line with keys and shapes, if it is another's."""
+def load_weights(model, weights, source="weights"):
+    """Loads the state_dict `weights` into `model`; ValueError with source, keys and shapes if it is another model's."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+        raise ValueError(f"{source}: see --model, --width, --norm: {' '.join(str(error).split())}") from None
 
 
 def restore(checkpoint, args, facts, state, optimizer, scaler, device, rank=0, world_size=1, say=print):
@@ -413,7 +414,7 @@ def restore(checkpoint, args, facts, state, optimizer, scaler, device, rank=0, w
     if missing:
         raise ValueError(f"{args.resume}: no {', '.join(sorted(missing))} in it; --init takes its weights alone")
     if checkpoint["data"] != facts:
-        raise ValueError(f"{args.resume}: trained on {checkpoint['data']}, but here is {facts}; see --data-dir, --seed")
+        raise ValueError(f"{args.resume}: of {checkpoint['data']}, here is {facts}; see --dataset, --val-size, --seed")
     old = {**checkpoint["args"], "amp": checkpoint["amp"]}  # as it was, not as it was asked for
     for key in sorted(vars(args).keys() & old.keys()):
         if getattr(args, key) != old[key]:
@@ -421,14 +422,15 @@ def restore(checkpoint, args, facts, state, optimizer, scaler, device, rank=0, w
 
     state |= {key: checkpoint[key] for key in state if key != "total_steps"}
     before, now = old["batch_size"] * checkpoint["world_size"], args.batch_size * world_size
-    # If batches or windows have another size now: go on after as many samples, at the same place of the schedule.
+    # If batches or windows have another size now: go on after as many samples (a stream: others), in the schedule, too.
     state["batch"] = math.ceil(state["batch"] * before / now)
     state["step"] = round(state["step"] * before * old["accum"] / (now * args.accum))
     sums, rng = checkpoint["sums"], checkpoint["rng"]  # lists, by rank
     if world_size == len(rng):
         state["sums"] = sums[rank]
         set_rng_state(rng[rank], device, say)
-    else:  # other processes: rank 0 takes over what was summed, and all go on with the random states of their seeds
+    else:  # rank 0 takes over what was summed
+        say(f"{len(rng)} processes in {args.resume}, {world_size} here: random states start from the seed")
         state["sums"] = sum(sums) if rank == 0 and sums[0] is not None else None
     decay = [group["weight_decay"] for group in optimizer.param_groups]
     optimizer.load_state_dict(checkpoint["optimizer"])
