@@ -43,6 +43,9 @@ def rows_of(run):
 @pytest.mark.parametrize("ranks, each", [(2, 6), (3, 4)])
 def test_processes_train_as_one_with_the_whole_batch(ranks, each, folder):
     flags = [*FLAGS, "--accum", "2", "--clip", "0.5"]
+    if ranks == 3:
+        train.main([*FLAGS, "--out", "teacher"])
+        flags += ["--teacher", "teacher/best.pt"]  # who has nothing to teach to nobody
     train.main([*flags, "--batch-size", "12", "--out", "one"])
     status, out, err = run_program(*flags, "--batch-size", each, "--out", "many", cwd=folder, ranks=ranks)
     assert status == 0, err

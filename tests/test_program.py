@@ -271,6 +271,18 @@ def test_terminal_gets_one_line_that_rewrites_itself(tmp_path):
     assert {len(line) for line in rewritten[1:-1]} == {79}  # a longer line would wrap, and stay
 
 
+def test_evaluation_that_is_not_finite_stops_the_run(mnist, capfd):
+    flags = ["--amp", "fp16", "--lr", "1000", "--warmup", "0", "--clip", "0", "--schedule", "constant", "--epochs", "1", "--width", "8"]
+    line = fails(capfd, "--data-dir", mnist / "data", "--out", mnist / "run", "--batch-size", "55", *flags)
+    assert "not finite" in line and not (mnist / "run/best.pt").exists()
+
+
+def test_runs_that_leads_nowhere_is_one_line(mnist, capfd, monkeypatch):
+    monkeypatch.chdir(mnist)
+    (mnist / "runs").symlink_to(mnist / "unmounted")
+    assert "runs" in fails(capfd, "--data-dir", mnist / "data")
+
+
 # -------------------------------------------------------------------------------------------------------- attention
 
 

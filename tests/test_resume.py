@@ -364,5 +364,33 @@ def test_evaluate_gives_the_best_logged_value_and_the_confusion(folder, capfd):
     assert "(sample, 1,000 digits)" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("damage", ["cut", "absent"])
+def test_best_weights_are_looked_at_before_a_run_goes_on(damage, folder, capfd):
+    train.main([*FLAGS, "--out", "run"])
+    best = Path("run/best.pt")
+    content = best.read_bytes()
+    best.unlink() if damage == "absent" else best.write_bytes(content[:1000])
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as end:
+        train.main(["--resume", "run/last.pt", "--epochs", "4"])
+    out, err = capfd.readouterr()
+    assert end.value.code == 2 and err.count("\n") == 1 and "best.pt" in err and "epoch 4/4" not in out
+
+
+def test_out_may_name_the_folder_that_is_resumed(folder):
+    train.main([*FLAGS, "--out", "run"])
+    train.main(["--resume", "run/last.pt", "--out", "./run", "--epochs", "4"])
+    assert utils.load_checkpoint("run/last.pt")["epoch"] == 4
+
+
+def test_a_distilled_model_is_evaluated_without_its_teacher(folder, capfd):
+    train.main([*FLAGS, "--out", "teacher"])
+    train.main([*FLAGS, "--out", "run", "--teacher", "teacher/best.pt", "--schedule", "plateau"])
+    Path("teacher/best.pt").unlink()
+    capfd.readouterr()
+    train.main(["--evaluate", "run/best.pt", "--val-size", "0"])
+    assert "test accuracy" in capfd.readouterr().out
+
+
 def test_resume_init_and_evaluate_exclude_each_other(capfd):
     assert "not allowed with" in fails(capfd, "--resume", "a", "--init", "b")

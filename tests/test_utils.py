@@ -210,3 +210,10 @@ def test_one_process_needs_no_group():
     assert utils.init_distributed(torch.device("cpu")) == (0, 1, torch.device("cpu"))
     assert utils.sum_over_ranks(torch.tensor(3)).item() == 3 and utils.gather_over_ranks("x") == ["x"]
     assert utils.once_per_machine(lambda: "y") == "y" and math.isfinite(utils.lr_at(0, 1, 1.0))
+
+
+@pytest.mark.parametrize("odd", [{"model": torch.ones(1)}, {"model": {"a": 3}}, {"model": {}, "args": []}, {"weights": {}}, [1, 2]])
+def test_a_file_of_another_make_is_an_error_with_its_path(odd, tmp_path):
+    torch.save(odd, tmp_path / "odd.pt")
+    with pytest.raises(ValueError, match="odd.pt: not a checkpoint of this program"):
+        utils.load_checkpoint(tmp_path / "odd.pt")
