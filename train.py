@@ -287,8 +287,8 @@ def main(argv=None):
         if args.stream:  # held out evenly from the whole file: a list of what is left would grow with it
             val_part = torch.linspace(0, N - 1, min(args.val_size, N // 12), dtype=torch.float64).long()
             raw = (data.SAMPLE / "MNIST" if name == "sample" else Path(args.data_dir) / name) / "raw"
-            files, deal = [raw / file for file in data.IDX_FILES[:2]], (args.seed, world_size, rank)
-            train_set = data.DigitStream(files, N, args.batch_size, val_part, args.augment, *deal)
+            files = [raw / file for file in data.IDX_FILES[:2]]
+            train_set = data.DigitStream(files, N, args.batch_size, val_part, args.augment, args.seed, world_size, rank)
             val_set = torch.cat([data.read_idx(files[0], 3)[part] for part in val_part.split(8)])  # a few pages a map
         else:
             train_part, val_part = data.split_validation(N, args.val_size, args.seed)
