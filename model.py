@@ -85,7 +85,7 @@ class SimpleSelfAttention(nn.Module):
     do not see each other, as with a block-diagonal mask (1, T, T), and padding takes no part in the projections.
     """
 
-    def __init__(self, d_model, n_heads, kernel="manual"):
+    def __init__(self, d_model, n_heads, kernel="fused"):
         super().__init__()
         if d_model % n_heads or kernel not in ("manual", "fused"):
             raise ValueError(f"d_model {d_model} is not a multiple of n_heads {n_heads}, or kernel {kernel} unknown")
@@ -178,7 +178,7 @@ class Block(nn.Module):
     x (B, L, d), finite, or packed (T, d), mask bool (B, L) -> the shape of x. Needs: SimpleSelfAttention.
     """
 
-    def __init__(self, d_model, n_heads, dropout=0.0, kernel="manual"):
+    def __init__(self, d_model, n_heads, dropout=0.0, kernel="fused"):
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(d_model), SimpleSelfAttention(d_model, n_heads, kernel)
         self.norm2 = nn.LayerNorm(d_model)
@@ -202,7 +202,7 @@ class AttentionClassifier(nn.Module):
     """
 
     def __init__(
-        self, width=64, dropout=0.0, classes=10, kernel="manual", grad_checkpoint=False,
+        self, width=64, dropout=0.0, classes=10, kernel="fused", grad_checkpoint=False,
         blocks=2, n_heads=4, patch=16, places=49,
     ):
         super().__init__()

@@ -60,7 +60,7 @@ def parse_args(argv=None, stored=None):
     add("--norm", default="none", choices=("none", "batch", "group"), help="cnn: after convolutions (default none)")
     add("--tokens", default="packed", choices=("packed", "padded", "all"),
         help="attention: patches with ink, in one row (default) or padded to the longest of the batch; or all patches")
-    add("--attention-kernel", default="manual", choices=("manual", "fused"), help="by hand (default) or by SDPA")
+    add("--attention-kernel", default="fused", choices=("manual", "fused"), help="by hand, or by SDPA (default)")
     add("--quant-bits", default=0, type=int, choices=(0, *range(2, 9)), help="weights of N bits; 0: float (default 0)")
     add("--grad-checkpoint", **switch, help="attention: compute blocks twice instead of keeping them (default off)")
 
@@ -123,16 +123,13 @@ def build_model(args, classes):
 LOSS, CORRECT, SAMPLES, NORM, TAKEN, FINITE = range(6)  # what is summed over an epoch, in one tensor on the device
 
 
-def train_one_epoch(
-    model, loader, optimizer, scaler, state, args, device, show=print, after_step=lambda: None, teacher=None
-):
+def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=print, after_step=None, teacher=None):
     """Trains for one epoch and returns its metrics as a dict. Needs: LOSS.
 
     loader   pairs of what the model takes and labels int64 (B,); its sampler, or its stream, has set_epoch
     state    where the run is, see utils.new_state; up to date whenever after_step is called, and can be saved there
     args     accum, lr, warmup, schedule, label_smoothing, clip, amp
     teacher  a model in eval mode, without gradients, whose answers are targets, too
-
     FloatingPointError, with epoch and step, if the loss or the gradient is not finite.
     """
     model.train()
@@ -156,7 +153,7 @@ def train_one_epoch(
         window = list(islice(batches, args.accum))  # at the end of an epoch a short one: dropped batches are lost data
         waited += time.perf_counter() - before
         count = sum((labels >= 0).sum().item() for _, labels in window)  # a label -100 is nobody's: data.EpochSampler
-        counts = utils.gather_over_ranks(count)
+        counts = utils.gather_over_ranks(count) if index == windows - 1 else [count]  # before the last all are equal
         seen += count
 
         optimizer.zero_grad(set_to_none=True)
@@ -209,7 +206,8 @@ def train_one_epoch(
             left = round(passed / (index + 1 - first) * (total - state["epoch"] * windows - index - 1))
             show(f"step {index + 1}/{windows} loss {loss:.3f} acc {100 * accuracy:.1f} % lr {lr:.1e} "
                  f"{seen / passed:.0f} images/s data {100 * waited / passed:.0f} % {left // 60}:{left % 60:02} left")
-        after_step()
+        if after_step:
+            after_step()
 
     utils.finite_means(sums, state["epoch"])  # before ranks are summed: this one's FINITE is the number of the step
     seconds = time.perf_counter() - started  # since the resume, if there was one in this epoch
@@ -277,8 +275,8 @@ def main(argv=None):
             path = Path(args.export).with_suffix(f".int{args.quant_bits}.pt")
             packed = {"model": networks.pack_weights(model), "args": stored | {"quant_bits": 0}}
             utils.save_checkpoint(path, packed | {"classes": checkpoint.get("classes")})
-            size = path.stat().st_size
-            return say(f"{path}: {size:,} bytes, {size / 4 / networks.count_parameters(model):.3f} of float32")
+            size, full = path.stat().st_size, 4 * networks.count_parameters(model)
+            return say(f"{path}: {size:,} bytes, {size / full:.3f} of its weights in float32")
 
         name, train, test = data.load_dataset(args.dataset, args.data_dir, utils.once_per_machine, say)
         few = 2 * args.batch_size * world_size if args.dry_run else None  # [:None] is everything
@@ -320,7 +318,7 @@ def main(argv=None):
     val_loader, test_loader = deal(val_set), deal(test_set)
 
     # The convolution kernels of CPUs and of tensor cores compute in channels-last: a CPU's step is 1.4 times faster.
-    # Converting the weights is enough: images of 1 channel have the same layout either way. Convert those of 3 as well.
+    # Images of 1 channel have the same layout either way; those of 3 would be converted as well.
     for network in filter(None, (model, teacher)):
         network.to(device, memory_format=torch.channels_last if args.channels_last else torch.contiguous_format)
     if args.sync_bn and device.type != "cuda":
@@ -332,9 +330,8 @@ def main(argv=None):
 
     # Stands beside every accuracy, so that nobody takes one data set for the other.
     title = lambda part: f"({name}, {facts[part]:,} {'images' if name == 'FashionMNIST' else 'digits'})"
-    report = lambda result, of: say(
-        f"test accuracy {100 * result['accuracy']:.2f} % {title('test')}, loss {result['loss']:.4f}: {of}"
-    )
+    report = lambda result, of: say(f"test accuracy {100 * result['accuracy']:.2f} % {title('test')}, "
+                                    f"loss {result['loss']:.4f}: {of}")
     if args.evaluate:
         with utils.one_line(OSError, FloatingPointError):
             result = evaluate(model, test_loader, device, args.amp)
@@ -348,7 +345,7 @@ def main(argv=None):
 
     optimizer = utils.build_optimizer(model, args)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")  # bf16 has float32's range and needs none
-    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True) if dist.is_initialized() else model
     epochs, steps = 1 if args.dry_run else args.epochs, math.ceil(len(train_loader) / args.accum)
     state = utils.new_state(epochs * steps)
     with utils.one_line(ValueError, OSError):
@@ -384,15 +381,18 @@ def main(argv=None):
                 "args": vars(args), "versions": utils.versions(), "device": str(device), "world_size": world_size,
                 "dataset": facts, "parameters": parameters, "epochs_done": state["epoch"],
                 "train_seconds": sum(row["seconds"] for row in state["metrics"]),
-                "val_accuracy": state["best"]["val_accuracy"],
-                "test_accuracy": test["accuracy"], "test_loss": test["loss"],
+                "val_accuracy": state["best"]["val_accuracy"], **{f"test_{key}": value for key, value in test.items()},
             })
 
     signals = []  # the numbers of those that have come
 
+    answers = [utils.largest_over_ranks(signals)]
+
     def after_step():
-        # One rank's signal stops all ranks after the same step; alone they would wait for each other for ever.
-        number = max(utils.gather_over_ranks(max(signals, default=0)))
+        # One rank's signal stops all ranks after the same step, or they would wait for each other for ever. They hear
+        # of it one step later: to wait for the slowest rank twice in each step would cost a tenth of the time.
+        number = answers.pop()()
+        answers.append(utils.largest_over_ranks(signals))
         if number or (args.save_every and (state["step"] + state["skipped"]) % args.save_every == 0):
             utils.finite_means(state["sums"], state["epoch"])
             save("last.pt")

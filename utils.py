@@ -67,15 +67,12 @@ def pick_device(name="auto"):
     """torch.device for `name`; auto is the first of cuda, mps, xpu, cpu that is there. ValueError if `name` is not."""
     backends = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
     there = [kind for kind, backend in backends.items() if backend.is_available()] + ["cpu"]
-    if name == "auto":
-        name = there[0]
     try:
-        device = torch.device(name)
-    except RuntimeError:  # cpu:x, or a kind that torch has never heard of
-        device = None
-    if device is None or device.type not in there or (
-        device.type != "cpu" and (device.index or 0) >= torch.get_device_module(device).device_count()
-    ):
+        device = torch.device(there[0] if name == "auto" else name)
+        usable = device.type == "cpu" or (device.index or 0) < torch.get_device_module(device).device_count()
+    except (RuntimeError, AttributeError):  # cpu:x, or a kind that torch has never heard of
+        usable = False
+    if not usable or device.type not in there:
         raise ValueError(f"--device {name}: not on this machine, which has {', '.join(there)}")
     return device
 
@@ -83,8 +80,7 @@ def pick_device(name="auto"):
 def pick_amp(name, device):
     """`name`, or the default for this device where it is None: bf16 on a GPU that computes in it natively, else off.
 
-    bf16 has float32's range in 16 bits: it does not overflow, so it needs no loss scaling. Most CPUs only emulate it,
-    more slowly than they compute in float32; there it is for trying out.
+    bf16 has float32's range in 16 bits, so it needs no loss scaling. Most CPUs emulate it, slowly, for trying it out.
     """
     native_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return name or ("bf16" if native_bf16 else "off")
@@ -106,8 +102,8 @@ def to_device(batch, device):
 def keep_freed_memory():
     """Makes the C library (glibc) keep the memory that tensors free, for the next ones: a CPU step is a fifth faster.
 
-    By default freed blocks of megabytes go back to the system, and each step's activations come as new pages, which
-    the kernel zeroes on first touch: 9,000 page faults a step. The price is a process that stays as big as it ever was.
+    Else freed megabytes go back to the system, and each step's activations come as new pages that the kernel has to
+    zero: 9,000 page faults a step. The price is a process that stays as big as it ever was.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):
@@ -119,8 +115,8 @@ def keep_freed_memory():
 def set_seed(seed, deterministic=False):
     """Seeds Python's and torch's generators on all devices.
 
-    On a CPU the same seed and thread count then give the same run to the bit. A GPU needs `deterministic` too: it
-    takes reproducible kernels, slower ones for some layers, and raises RuntimeError where there is none.
+    On a CPU the same seed and thread count give the same run to the bit. A GPU needs `deterministic`, too: kernels that
+    are reproducible and may be slower, or a RuntimeError where there is none.
     """
     random.seed(seed)
     torch.manual_seed(seed)
@@ -187,6 +183,15 @@ def sum_over_ranks(tensor):
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
+
+
+def largest_over_ranks(numbers):
+    """Starts to look for the largest in all ranks' lists of ints. Returns a function that waits for the answer."""
+    if not dist.is_initialized():
+        return lambda: max(numbers, default=0)
+    largest = torch.tensor(max(numbers, default=0))
+    work = dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True)
+    return lambda: work.wait() and largest.item()
 
 
 def gather_over_ranks(value):
@@ -285,9 +290,8 @@ def new_folder(out, name):
 def write_atomically(path, write):
     """Calls write(file) on a new file beside `path`, flushes it to the disk and gives it the name `path`.
 
-    Whoever reads `path` sees the old content or the new, never a half, even after a crash or with a full disk. The
-    rename is atomic only within one file system, hence the same folder; without fsync a power cut can leave an empty
-    file under the new name. A leftover .tmp is overwritten by the next call.
+    Whoever reads `path` sees the old content or the new, never a half, even after a crash or with a full disk. A rename
+    is atomic within one file system only; without fsync a power cut can leave an empty file under the new name.
     """
     path = Path(path)
     scratch = path.with_name(f".{path.name}.tmp")
@@ -406,7 +410,6 @@ def restore(checkpoint, args, facts, state, optimizer, scaler, device, rank=0, w
 
     args, facts  arguments and description of the data, now; a changed argument is said in one line
     state        dict of where the run is; total_steps is kept as it is
-
     ValueError if the checkpoint holds something else, or is of other data: its place in the epoch would mean nothing,
     and with another split it would be validated on what it was trained on.
     """
@@ -471,9 +474,9 @@ def confusion_table(confusion, classes):
 
 @torch.no_grad()
 def attention_picture(path, model, batch, images):
-    """PNG of images (B, 1, 28, 28) in 0..1: under each, in red, the weights with which its patches entered the answer.
+    """PNG of images (B, 1, 28, 28) in 0..1, in red the weights with which patches entered the answer.
 
-    model  an AttentionClassifier; batch = (tokens (B, L, 16), positions (B, L), mask (B, L)) of the same images
+    model an AttentionClassifier, batch = (tokens (B, L, 16), positions (B, L), mask (B, L)) of the same images.
     """
     from torchvision.utils import save_image  # here, for it takes a second
 
@@ -490,10 +493,8 @@ def attention_picture(path, model, batch, images):
 
 
 if __name__ == "__main__":
-    total, warmup = 60, 9
     for schedule in ("cosine", "step", "one-cycle"):
-        curve = [lr_at(step, total, 1.0, warmup, schedule) for step in range(total)]
-        print(f"{schedule}: {total} steps, {warmup} of warm-up, from {curve[0]:.3f} over 1 to {curve[-1]:.6f}")
+        curve = [lr_at(step, 60, 1.0, 9, schedule) for step in range(60)]
+        print(f"{schedule}: 60 steps, 9 of warm-up, from {curve[0]:.3f} over 1 to {curve[-1]:.6f}")
         for level in (0.9, 0.7, 0.5, 0.3, 0.1):
             print("".join("#" if lr > level else " " for lr in curve))
-    print(f"device {pick_device()}, mixed precision {pick_amp(None, pick_device())}")

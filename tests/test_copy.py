@@ -123,6 +123,7 @@ RUNS = {
     "utils.caught_signals": lambda f, folder: catches(f),
     "utils.init_distributed": lambda f, folder: f(CPU) == (0, 1, CPU),
     "utils.sum_over_ranks": lambda f, folder: f(torch.ones(1)).item() == 1,
+    "utils.largest_over_ranks": lambda f, folder: f([3, 5])() == 5 and f([])() == 0,
     "utils.gather_over_ranks": lambda f, folder: f(3) == [3],
     "utils.once_per_machine": lambda f, folder: f(lambda: 3) == 3,
     "utils.distillation": lambda f, folder: f(torch.zeros(2, 3), torch.zeros(2, 3)) == 0,
