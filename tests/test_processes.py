@@ -276,7 +276,7 @@ def test_stream_trains_resumes_and_has_its_own_split(folder, capfd):
 
 @pytest.mark.parametrize("model", ["cnn", "attention"])
 def test_stream_in_two_processes_equals_one(model, folder):
-    flags = ["--data-dir", "data", "--model", model, "--width", "8", "--dropout", "0", "--no-augment", "--epochs", "1", "--stream"]
+    flags = ["--data-dir", "data", "--model", model, "--width", "8", "--dropout", "0", "--no-augment", "--epochs", "1", "--stream", "--lr", "1e-3"]
     train.main([*flags, "--batch-size", "12", "--out", "one"])
     status, out, err = run_program(*flags, "--batch-size", "6", "--workers", "1", "--out", "two", cwd=folder, ranks=2)
     assert status == 0, err
