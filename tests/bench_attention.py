@@ -17,26 +17,13 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import data
-import model as networks
-import train
 import utils
-
-CPU = torch.device("cpu")
+from helpers import repeated_sample, training
 
 
 def prepare(digits, flags):
     """Returns (a function that trains for one epoch, bytes kept for the backward pass of one batch)."""
-    args = train.parse_args(["--amp", "off", *flags.split()])
-    network = train.build_model(args, digits.classes).to(memory_format=torch.channels_last)
-    optimizer, scaler = utils.build_optimizer(network, args), torch.amp.GradScaler("cpu", enabled=False)
-    loader = data.make_loader(digits, args.batch_size, data.EpochSampler(digits.labels), collate=data.COLLATES["images" if args.model == "cnn" else args.tokens])
-    state = utils.new_state(10**6)
-
-    def epoch():
-        train.train_one_epoch(network, loader, optimizer, scaler, state, args, CPU, show=lambda line: None)
-        state.update(batch=0, sums=None)  # always epoch 0: the same batches for all
-
+    network, _, loader, epoch = training(digits, flags)
     kept = {}  # by address: what several functions keep is counted once
 
     def keep(tensor):
@@ -60,15 +47,13 @@ def main():
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {n:,} images an epoch, {options.rounds} rounds")
     torch.manual_seed(0)
     utils.keep_freed_memory()
-    images, labels, classes = data.load_mnist(data.SAMPLE)
-    repeats = -(-n // len(images))
-    digits = data.Digits(images.repeat(repeats, 1, 1)[:n], labels.repeat(repeats)[:n], classes, augment=True)
+    digits = repeated_sample(n, augment=True)
 
     attention = "--model attention"
     variants = {"CNN": "", **{
         f"{tokens}, {kernel}": f"{attention} --tokens {tokens} --attention-kernel {kernel}"
         for tokens in ("packed", "padded", "all") for kernel in ("manual", "fused")
-    }, "packed, manual, --grad-checkpoint": f"{attention} --grad-checkpoint"}
+    }, "packed, manual, --grad-checkpoint": f"{attention} --attention-kernel manual --grad-checkpoint"}
     epochs = {name: prepare(digits, flags) for name, flags in variants.items()}
     times = {name: [] for name in variants}
     for round in range(options.rounds + 1):  # the first time is never the usual time

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import data
 import train
 import utils
+from helpers import repeated_sample, training
 
 CPU = torch.device("cpu")
 
@@ -109,24 +110,11 @@ def main():
 
     torch.manual_seed(0)
     utils.keep_freed_memory()
-    images, labels, classes = data.load_mnist(data.SAMPLE)
-    repeats = -(-n // len(images))
-    images, labels = images.repeat(repeats, 1, 1)[:n], labels.repeat(repeats)[:n]
-
     their_loader = textbook(n, False)[1]
-
-    args = train.parse_args(["--amp", "off"])
-    loader = data.make_loader(data.Digits(images, labels, classes, augment=True), args.batch_size, data.EpochSampler(labels))
-    plain_loader = data.make_loader(data.Digits(images, labels, classes), args.batch_size, data.EpochSampler(labels))
-    ours = train.build_model(args, classes).to(memory_format=torch.channels_last)
-    optimizer, scaler = utils.build_optimizer(ours, args), torch.amp.GradScaler("cpu", enabled=False)
-    state = utils.new_state(len(loader) * (options.rounds + 1))
+    plain_loader = training(repeated_sample(n, augment=False))[2]
+    ours, optimizer, loader, epoch_of_ours = training(repeated_sample(n, augment=True))
     waiting = []
-
-    def our_epoch():
-        metrics = train.train_one_epoch(ours, loader, optimizer, scaler, state, args, CPU, show=lambda line: None)
-        state.update(epoch=state["epoch"] + 1, batch=0, sums=None)
-        waiting.append(metrics["waiting"])
+    our_epoch = lambda: waiting.append(epoch_of_ours()["waiting"])
 
     x, y = next(iter(loader))
     with FlopCounterMode(display=False) as counter:  # counts a multiplication and an addition as two, in both passes

@@ -12,7 +12,11 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 import data
+import train
+import utils
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,6 +38,30 @@ def has_mnist(root):
     """Whether all four IDX files are there, as they are or as .gz."""
     raw = Path(root) / "MNIST/raw"
     return all((raw / file).is_file() or (raw / f"{file}.gz").is_file() for file in data.IDX_FILES)
+
+
+def repeated_sample(n, augment):
+    """Digits of n images: the training part of the bundled sample, as often as it takes."""
+    images, labels, classes = data.load_mnist(data.SAMPLE)
+    repeats = -(-n // len(images))
+    return data.Digits(images.repeat(repeats, 1, 1)[:n], labels.repeat(repeats)[:n], classes, augment)
+
+
+def training(digits, flags=""):
+    """The program's training on a CPU, to be timed. Returns (network, optimizer, loader, a function that trains an epoch)."""
+    args = train.parse_args(["--amp", "off", *flags.split()])
+    network = train.build_model(args, digits.classes).to(memory_format=torch.channels_last)
+    optimizer, scaler = utils.build_optimizer(network, args), torch.amp.GradScaler("cpu", enabled=False)
+    collate = data.COLLATES["images" if args.model == "cnn" else args.tokens]
+    loader = data.make_loader(digits, args.batch_size, data.EpochSampler(digits.labels), collate=collate)
+    state = utils.new_state(10**6)  # without end
+
+    def epoch():
+        row = train.train_one_epoch(network, loader, optimizer, scaler, state, args, torch.device("cpu"), show=lambda line: None)
+        state.update(epoch=state["epoch"] + 1, batch=0, sums=None)
+        return row
+
+    return network, optimizer, loader, epoch
 
 
 def gzip_files(raw):
