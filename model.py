@@ -352,18 +352,18 @@ def quantize(model, bits, activation_bits=None):
 def pack_weights(model):
     """The state_dict of a model from `quantize`, each weight as {"integers": int8 (bytes,), "scale", "bits", "shape"}.
 
-    2 bits: four to a byte; 3 or 4 bits: two. Needs: QuantConv2d, QuantLinear, quantization_scale, field_of.
+    2 bits: four to a byte; 3 or 4 bits: two.
+    Needs: QuantConv2d, QuantLinear, quantization_scale, fake_quantize, field_of.
     """
     weights = dict(model.state_dict())
     for name, layer in model.named_modules():
         if isinstance(layer, (QuantConv2d, QuantLinear)):
-            scale, high = quantization_scale(layer.weight, layer.bits, axis=0), 2 ** (layer.bits - 1) - 1
-            integers = (layer.weight.detach() * (1 / scale)).round().clamp(-high, high)  # as in RoundSTE, to the bit
-            integers, (wide, shifts) = integers.to(torch.int8).flatten(), field_of(layer.bits, scale.device)
+            weight, bits = layer.weight.detach(), layer.bits
+            scale, (wide, shifts) = quantization_scale(weight, bits, axis=0), field_of(bits, weight.device)
+            integers = (fake_quantize(weight, bits, scale=scale) / scale).round().to(torch.int8).flatten()
             fields = F.pad(integers, (0, -len(integers) % len(shifts))).view(torch.uint8).view(-1, len(shifts))
             packed = ((fields & 2**wide - 1) << shifts).sum(1, dtype=torch.uint8).view(torch.int8)
-            about = {"scale": scale, "bits": layer.bits, "shape": list(layer.weight.shape)}
-            weights[f"{name}.weight"] = {"integers": packed} | about
+            weights[f"{name}.weight"] = {"integers": packed, "scale": scale, "bits": bits, "shape": list(weight.shape)}
     return weights
 
 
