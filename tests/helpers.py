@@ -20,6 +20,16 @@ import utils
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# Sends this process the signal in the middle of optimizer step `at`.
+SIGNAL_AT = """
+import os, signal, utils
+def lr_at(step, *args, real=utils.lr_at):
+    if step == {at} and os.environ.get("RANK", "0") == "0":
+        os.kill(os.getpid(), signal.{name})
+    return real(step, *args)
+utils.lr_at = lr_at
+"""
+
 
 def write_mnist(root, train=60, test=20, name="MNIST"):
     """A data set in MNIST's layout under `root`, of the first digits of the bundled sample. Returns its raw folder."""

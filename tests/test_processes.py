@@ -2,8 +2,6 @@
 
 import csv
 import json
-import os
-import re
 import struct
 import subprocess
 import sys
@@ -13,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 import data
 import train
 import utils
-from helpers import ROOT, program, run_program, write_mnist
+from helpers import ROOT, SIGNAL_AT, run_program, write_mnist
 from model import SimpleCNN
 
 FLAGS = ["--data-dir", "data", "--width", "4", "--no-augment", "--dropout", "0", "--epochs", "2"]
@@ -259,8 +257,7 @@ def test_stream_trains_resumes_and_has_its_own_split(folder, capfd):
     flags = [*FLAGS, "--stream", "--batch-size", "8", "--accum", "2"]
     train.main([*flags, "--out", "straight"])
     assert "56 for training, 5 for validation" in capfd.readouterr().out
-    stop = "import os, signal, utils\ndef lr_at(step, *args, real=utils.lr_at):\n    if step == 5:\n        os.kill(os.getpid(), signal.SIGTERM)\n    return real(step, *args)\nutils.lr_at = lr_at"
-    status, out, err = run_program(*flags, "--out", "stopped", cwd=folder, before=stop)
+    status, out, err = run_program(*flags, "--out", "stopped", cwd=folder, before=SIGNAL_AT.format(at=5, name="SIGTERM"))
     assert status == 143 and utils.load_checkpoint("stopped/last.pt")["batch"] == 4, err
     train.main(["--resume", "stopped/last.pt"])
     ours, theirs = (utils.load_checkpoint(f"{run}/last.pt") for run in ("stopped", "straight"))

@@ -3,8 +3,6 @@
 import functools
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,17 +12,8 @@ import torch
 import data
 import train
 import utils
-from helpers import program, run_program, write_mnist
+from helpers import SIGNAL_AT, program, run_program, write_mnist
 
-# Sends this process the signal in the middle of optimizer step `at`.
-SIGNAL_AT = """
-import os, signal, utils
-def lr_at(step, *args, real=utils.lr_at):
-    if step == {at} and os.environ.get("RANK", "0") == "0":
-        os.kill(os.getpid(), signal.{name})
-    return real(step, *args)
-utils.lr_at = lr_at
-"""
 TIMES = ("seconds", "images_per_second", "waiting")  # what two equal runs may differ in
 # 55 training digits in batches of 8, two accumulated: 4 steps an epoch, the last of one batch of 7; 12 steps in all
 FLAGS = ["--data-dir", "data", "--epochs", "3", "--batch-size", "8", "--accum", "2", "--width", "8"]
