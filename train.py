@@ -369,12 +369,12 @@ def main(argv=None):
         f"{args.warmup * epochs * steps:.0f} of them warm-up to lr {args.lr:g}, then {args.schedule}")
 
     def save(file):
-        """Writes a checkpoint and, to read the run and to repeat it, metrics.csv and run.json. All ranks call it."""
+        """Writes a checkpoint and, after an epoch, metrics.csv and run.json, to repeat it all. All ranks call it."""
         checkpoint = utils.snapshot(wrapped, optimizer, scaler, state, device)
         if rank == 0:
             about = {"args": stored, "amp": args.amp, "classes": classes, "data": facts, "world_size": world_size}
             utils.save_checkpoint(folder / file, checkpoint | about)
-        if rank == 0 and state["metrics"]:
+        if rank == 0 and file == "last.pt" and not state["batch"]:  # an epoch, or the whole, is done
             test = state["test"] or {"accuracy": None, "loss": None}
             utils.write_csv(folder / "metrics.csv", state["metrics"])
             utils.write_json(folder / "run.json", {
