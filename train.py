@@ -446,5 +446,4 @@ if __name__ == "__main__":
     except KeyboardInterrupt:  # before the training or in --evaluate: there is nothing to save
         sys.exit(130)
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        utils.leave_distributed()

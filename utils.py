@@ -7,6 +7,8 @@ to copy along with the function.
 import argparse
 import csv
 import ctypes
+import gc
+import importlib
 import io
 import itertools
 import json
@@ -16,6 +18,7 @@ import random
 import shutil
 import signal
 import sys
+import traceback
 import zipfile
 from contextlib import contextmanager
 from importlib import metadata
@@ -164,15 +167,40 @@ def caught_signals(caught):
 
 
 def init_distributed(device):
-    """Joins the process group that torchrun describes in the environment. Returns (rank, world size, device)."""
+    """Joins the process group that torchrun describes in the environment. Returns (rank, world size, device).
+
+    Whoever calls it calls leave_distributed at the end.
+    """
     if "RANK" not in os.environ:
         return 0, 1, device
+    importlib.import_module("torch.distributed.nn")  # before there is a group: leave_distributed says why
     # Two backends: NCCL for tensors on the GPU, and gloo for the small agreements between CPUs, which stall no GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     return dist.get_rank(), dist.get_world_size(), device
+
+
+def leave_distributed():
+    """Ends the process group and waits for its threads: the last that a process does, also with an error on its way out.
+
+    A thread of gloo lets go of the tensors of an all-reduce a moment after everybody has the result. If the interpreter
+    ends in that moment, the thread dies in the middle of it, and C++ aborts a process whose work was done: status -6.
+    dist.destroy_process_group() waits for the threads, but only if nobody else holds the group. Three do:
+    - torch.distributed.nn: `group=group.WORLD` is a default argument of its functions, so it keeps the group for good
+      if there is one when it is imported, and the first optimizer or DDP imports it. So init_distributed does, earlier.
+    - DDP, which garbage collection frees, for its references go in a circle.
+    - an error, by the local variables of all functions that it has come through.
+    """
+    if not dist.is_initialized():
+        return
+    error = sys.exc_info()[1]
+    while error:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__  # the one that was being handled when this one was raised
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def sum_over_ranks(tensor):

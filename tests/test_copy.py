@@ -1,13 +1,12 @@
 """The copy rule: each public function and class, pasted under common imports with what its docstring says it needs, runs."""
 
 import ast
+import functools
 import inspect
 import os
 import random
 import re
 import signal
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +16,11 @@ import data
 import model
 import train
 import utils
-from helpers import ROOT, write_mnist
+from helpers import ROOT, run_program, write_mnist
 
 IMPORTS = """
-import argparse, copy, csv, ctypes, gzip, io, json, math, mmap, os, random, shutil, signal, socket, struct, sys, tempfile
-import threading, time, zipfile, zlib
+import argparse, copy, csv, ctypes, gc, gzip, importlib, io, json, math, mmap, os, random, shutil, signal, socket, struct, sys, tempfile
+import threading, time, traceback, zipfile, zlib
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import metadata
@@ -122,6 +121,7 @@ RUNS = {
     "utils.set_rng_state": lambda f, folder: f(utils.rng_state(CPU), CPU) is None,
     "utils.caught_signals": lambda f, folder: catches(f),
     "utils.init_distributed": lambda f, folder: f(CPU) == (0, 1, CPU),
+    "utils.leave_distributed": lambda f, folder: f() is None,
     "utils.sum_over_ranks": lambda f, folder: f(torch.ones(1)).item() == 1,
     "utils.largest_over_ranks": lambda f, folder: f([3, 5])() == 5 and f([])() == 0,
     "utils.gather_over_ranks": lambda f, folder: f(3) == [3],
@@ -186,11 +186,13 @@ def catches(f):
     return caught == [signal.SIGTERM]
 
 
+@functools.cache
 def public(module):
     tree = ast.parse(inspect.getsource(module))
     return {node.name: node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
 
 
+@functools.cache
 def constants(module):
     tree = ast.parse(inspect.getsource(module))
     found = {}
@@ -239,8 +241,8 @@ def test_lifted_alone_it_runs(module, name, tmp_path):
 @pytest.mark.parametrize("module, words", [
     ("data", ["torch.uint8 (4000, 28, 28)", "@@@"]), ("model", ["421,642", "(2, 64, 14, 14)"]), ("utils", ["cosine", "###"]),
 ])
-def test_each_module_shows_itself(module, words):
-    done = subprocess.run([sys.executable, ROOT / f"{module}.py"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and not done.stderr
+def test_each_module_shows_itself(module, words, tmp_path):
+    status, out, err = run_program(cwd=tmp_path, script=ROOT / f"{module}.py")
+    assert (status, err) == (0, "")
     for word in words:
-        assert word in done.stdout, done.stdout
+        assert word in out, out
