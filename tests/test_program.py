@@ -4,6 +4,7 @@ import csv
 import gc
 import json
 import os
+import select
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from torchvision import datasets
 import data
 import train
 import utils
-from helpers import ROOT, download_host, program, write_mnist
+from helpers import ROOT, download_host, finish, start, write_mnist
 
 
 @pytest.fixture
@@ -249,23 +250,32 @@ def test_sample_learns_and_a_file_gets_plain_lines(tmp_path, capfd):
     assert out.splitlines()[-1].startswith(f"test accuracy {100 * facts['test_accuracy']:.2f} % (sample, 1,000 digits)")
 
 
+# Each look at the clock is a second later than the one before: a line of progress is due at every step.
+FAST_CLOCK = """
+import itertools, time
+ticks = itertools.count()
+time.perf_counter = lambda: float(next(ticks))
+"""
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals on Windows")
 def test_terminal_gets_one_line_that_rewrites_itself(tmp_path):
     import pty
 
     ours, theirs = pty.openpty()  # 80 columns
-    process = program("--dataset", "sample", "--epochs", "1", "--width", "8", cwd=tmp_path, stdout=theirs, stderr=theirs)
-    os.close(theirs)
+    flags = ("--dataset", "sample", "--epochs", "1", "--width", "8", "--batch-size", "500")  # 8 steps
+    process = start(*flags, cwd=tmp_path, before=FAST_CLOCK, output=os.ttyname(theirs))
     text = b""
-    while True:
-        try:
+    while process.is_alive() or select.select([ours], [], [], 0)[0]:
+        if select.select([ours], [], [], 0.1)[0]:
             text += os.read(ours, 4096)
-        except OSError:  # how a terminal says that the other side is closed
-            break
-    assert process.wait(60) == 0
+    assert finish(process)[0] == 0
+    os.close(theirs)
+    os.close(ours)
     lines = text.decode().replace("\r\n", "\n").split("\n")
     rewritten = next(line for line in lines if line.count("\r") > 1).split("\r")
     print(*rewritten, sep="\n")
+    assert len(rewritten) == 10  # nothing, 8 lines of progress, and what overwrites the last of them
     for word in ("epoch 1/1", "step ", "loss", "acc", "lr", "images/s", "data"):
         assert word in rewritten[1]
     assert {len(line) for line in rewritten[1:-1]} == {79}  # a longer line would wrap, and stay

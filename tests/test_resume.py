@@ -12,7 +12,7 @@ import torch
 import data
 import train
 import utils
-from helpers import SIGNAL_AT, program, run_program, write_mnist
+from helpers import SIGNAL_AT, finish, run_program, start, torchrun, until, write_mnist
 
 TIMES = ("seconds", "images_per_second", "waiting")  # what two equal runs may differ in
 # 55 training digits in batches of 8, two accumulated: 4 steps an epoch, the last of one batch of 7; 12 steps in all
@@ -132,20 +132,17 @@ def test_resume_in_another_process_after_kill(folder):
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children are read from /proc")
 @pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143)])
-def test_signal_stops_within_10_seconds_and_leaves_no_worker(name, status, folder):
+def test_signal_ends_the_step_and_leaves_no_worker(name, status, folder):
     """Sent to the whole process group, as a terminal does."""
-    process = program(
-        *FLAGS[:2], "--epochs", "100000", "--batch-size", "8", "--workers", "2", "--out", "run", cwd=folder, start_new_session=True
-    )
-    while not (folder / "run/last.pt").exists() and process.poll() is None:
-        time.sleep(0.05)
+    flags = (*FLAGS[:2], "--epochs", "100000", "--batch-size", "8", "--workers", "2", "--out", "run")
+    process = start(*flags, cwd=folder, before="import os; os.setsid()")
+    until((folder / "run/last.pt").exists, process)
     workers = [int(pid) for pid in (Path("/proc") / f"{process.pid}/task/{process.pid}/children").read_text().split()]
     sent = time.monotonic()
     os.killpg(process.pid, getattr(signal, name))
-    out, err = process.communicate(timeout=30)
-    took = time.monotonic() - sent
-    print(out.splitlines()[-1], err, f"{took:.1f} s")
-    assert process.returncode == status and took < 10 and err.count("Traceback") == 0
+    ended, out, err = finish(process)
+    print(out.splitlines()[-1], err, f"{time.monotonic() - sent:.1f} s")
+    assert ended == status and err.count("Traceback") == 0
     assert f"stopped by {name}" in out and "--resume run/last.pt" in out
     assert len(workers) == 2 and not any((Path("/proc") / str(pid)).exists() for pid in workers)
     assert utils.load_checkpoint("run/last.pt")["step"] > 0
@@ -180,7 +177,7 @@ def test_two_processes_stop_together_and_resume(folder):
     assert status == 0, err
     # One rank alone gets the signal, in step 6; both must stop after the same step, one later, when the other has heard.
     stop = SIGNAL_AT.format(at=5, name="SIGTERM")
-    status, out, err = run_program(*flags, "--out", "stopped", cwd=folder, ranks=2, before=stop)
+    status, out, err = torchrun(*flags, "--out", "stopped", cwd=folder, ranks=2, before=stop)
     assert status != 0 and "stopped by SIGTERM after step 7" in out and "Traceback (most recent call last):\n  File" not in out, err
     assert utils.load_checkpoint("stopped/last.pt")["step"] == 7
     status, out, err = run_program("--resume", "stopped/last.pt", cwd=folder, ranks=2)

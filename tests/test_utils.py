@@ -3,15 +3,13 @@
 import argparse
 import math
 import random
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
 
 import utils
-from helpers import ROOT
+from helpers import run_program
 
 # -------------------------------------------------------------------------------------------------- the command line
 
@@ -111,14 +109,14 @@ def test_folders_are_numbered_and_runs_are_not_overwritten(tmp_path, monkeypatch
 
 
 DIES_WHILE_WRITING = """
-import os, sys, utils
+import os, utils
 def write(file):
     file.write(b"half of the new")
     file.flush()
-    if sys.argv[2] == "raise":
+    if {how!r} == "raise":
         raise RuntimeError("in the middle")
     os._exit(9)
-utils.write_atomically(sys.argv[1], write)
+utils.write_atomically("last.pt", write)
 """
 
 
@@ -126,11 +124,11 @@ utils.write_atomically(sys.argv[1], write)
 def test_death_while_writing_leaves_the_old_file(how, status, tmp_path):
     path = tmp_path / "last.pt"
     utils.write_atomically(path, lambda file: file.write(b"the old one"))
-    process = subprocess.run([sys.executable, "-c", DIES_WHILE_WRITING, path, how], cwd=ROOT, capture_output=True)
-    assert process.returncode == status and path.read_bytes() == b"the old one"
+    assert run_program(cwd=tmp_path, script=None, before=DIES_WHILE_WRITING.format(how=how))[0] == status
+    assert path.read_bytes() == b"the old one"
     assert [p.name for p in tmp_path.glob("*.pt")] == ["last.pt"]  # what is left behind looks like no checkpoint ...
     utils.write_atomically(path, lambda file: file.write(b"the new one"))
-    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"] and path.read_bytes() == b"the new one"  # ... and goes
+    assert [p.name for p in tmp_path.glob("*last*")] == ["last.pt"] and path.read_bytes() == b"the new one"  # ... and goes
 
 
 def test_csv_and_json(tmp_path):
