@@ -1,192 +1,415 @@
-"""From files on disk to batches on their way out. `python data.py` shows some.
+"""From files on disk to batches on their way out. `python data.py` shows some of them.
 
-load_dataset           files -> images uint8 (N, 28, 28), labels int64 (N,), class names
-Digits or DigitStream  indices -> images float (B, 1, 28, 28) in 0..1, labels int64 (B,)
-collate_...            that -> what a model takes
+    load_dataset     files           ->  images uint8 (N, C, H, W), labels int64 (N,), and `about`
+    EpochSampler     seed, epoch     ->  indices: the order of an epoch, dealt to the processes
+    Digits           indices         ->  images float (B, C, H, W) in 0..1, labels int64 (B,)
+    collate_images   those           ->  normalized images, for a network of convolutions
+    collate_tokens   those           ->  patches, places and a mask, for a network of attention
+    make_loader      all of these    ->  an iterable of batches
 
-This file knows nothing of models, devices or training. "Needs" in a docstring: what to copy along. Letters: N samples
-in a data set, B in a batch, H x W pixels, K classes, L tokens of a batch's longest sample, T of all its samples.
+Sections, in this order:
+
+    1  files to tensors        read_idx, load_mnist, describe, load_dataset, split_validation
+    2  chance without state    mix, uniform_draws
+    3  tensors to samples      Digits, augment
+    4  samples to batches      normalize, collate_images, _packed, _tokens and _padded
+    5  order and loader        EpochSampler, make_loader, seed_worker
+    -  extras, for a few       a transform that draws, the download, a stream from disk, pictures
+
+This file knows nothing of models, devices or training. The one place that a fork with its own
+pictures changes is load_dataset.
+
+Letters: N samples in a data set, B in a batch, C channels of H x W pixels, K classes,
+P places for patches in an image, L tokens of a batch's longest sample, T of all its samples.
+"Needs" in a docstring says what to copy along with the object, imports included.
 """
 
 import gzip
+import http.client
 import math
 import mmap
 import os
 import random
+import signal
 import socket
 import struct
+import sys
 import tempfile
 import threading
 import zlib
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import default_collate, get_worker_info
 
-try:
-    import fcntl
-except ImportError:  # Windows: there, two processes fetch each for itself, which is slow but does no harm
-    fcntl = None
+# 4,000 + 1,000 real digits in MNIST's own layout, so that the first run needs no network.
+SAMPLE = Path(__file__).resolve().parent / "sample"
 
-# Over the pixels of the 60,000 training images, in 0..1: a statistic of the test set would be a piece of it.
-MEAN, STD = 0.1307, 0.3081
-SAMPLE = Path(__file__).resolve().parent / "sample"  # 4,000 + 1,000 real digits in MNIST's layout: load_mnist(SAMPLE)
-FASHION_CLASSES = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot".split(",")
-IDX_FILES = [f"{part}-{kind}" for part in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
+# Images and labels to train on, images and labels to test with.
+IDX_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+
+FASHION_CLASSES = [
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat",
+    "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+]
 
 
-# ---------------------------------------------------------------------------------------------------- files -> tensors
+# ------------------------------------------------------------------------- 1  files to tensors
 
 
-def fetch_mnist(root, name="MNIST", stall=10.0, limit=300.0):
-    """Downloads MNIST or FashionMNIST (`name`) into root/name/raw if it is not there. Needs: IDX_FILES.
+class DataError(ValueError):
+    """What the user has to put right: a broken file, a failed download, labels out of range.
 
-    Returns None if the files are there now, else the reason in one line. A connection may be silent for `stall`
-    seconds, the whole may take `limit`. Files appear whole or not at all. Of several processes one fetches and the
-    others wait; what it could not get, they do not try again.
+    Its text is one line that names the file or the value, and what helps. The program prints that
+    line and nothing else. Every other exception from this file is a bug and keeps its traceback.
     """
-    raw, lock, failures, default = Path(root) / name / "raw", None, [], socket.getdefaulttimeout()
-    complete = lambda: all((raw / file).is_file() or (raw / f"{file}.gz").is_file() for file in IDX_FILES)
 
-    def download(folder):
-        try:
-            from torchvision import datasets  # here, for it takes a second and most runs have their data already
 
-            getattr(datasets, name)(folder, download=True)  # knows the mirrors, checks the md5, unpacks
-        except Exception as error:  # in a thread; of a list of mirrors that were tried, the last line is the reason
-            failures.append((str(error).strip() or repr(error)).splitlines()[-1])
+def read_bytes(path):
+    """Returns (bytes of `path`, path), or of `path`.gz unpacked if only that one is there.
 
+    A plain file is mapped into memory: the system reads a page of it when somebody looks at it,
+    so that a file larger than memory can be used like a tensor in memory. DataError if it cannot
+    be read. Needs: gzip, mmap, zlib; DataError.
+    """
+    packed = path.with_name(path.name + ".gz")
     try:
-        if complete():
-            return None
-        raw.mkdir(parents=True, exist_ok=True)
-        if fcntl:
-            lock = os.open(raw, os.O_RDONLY)  # the folder is its own lock, lifted when its holder closes it or dies
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                return None if complete() else "the process that fetched it failed"
-        # torchvision sets no time limit and writes in place: hence a folder, and a thread that can be left behind.
-        with tempfile.TemporaryDirectory(dir=raw, ignore_cleanup_errors=True) as folder:
-            socket.setdefaulttimeout(stall)
-            thread = threading.Thread(target=download, args=(folder,), daemon=True)
-            if not complete():  # who held the lock a moment ago may have fetched it
-                thread.start()
-                thread.join(limit)
-            if thread.is_alive():
-                failures.append(f"not finished after {limit:.0f} s")
-            for file in IDX_FILES if not failures and not complete() else ():
-                os.replace(Path(folder) / name / "raw" / file, raw / file)
-    except OSError as error:  # no permission, no space
-        failures.append(str(error))
-    finally:
-        socket.setdefaulttimeout(default)
-        if lock is not None:
-            os.close(lock)
-    return failures[0] if failures else None
+        if path.exists() or not packed.exists():
+            with open(path, "rb") as file:
+                if path.stat().st_size == 0:
+                    return b"", path  # mmap refuses an empty file
+                # ACCESS_COPY: who writes into the tensor changes his copy, never the file.
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), path
+        return bytearray(gzip.decompress(packed.read_bytes())), packed
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{packed}: is no whole gzip file ({error}); remove it") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def read_idx(path, dims):
-    """The uint8 tensor in an IDX file: (N, 28, 28) for dims = 3, images; (N,) for dims = 1, labels.
+    """Reads an IDX file, the format of MNIST: a header of a few bytes, then the items in a row.
 
-    `path` is mapped into memory, so that only what is used is read; or `path`.gz is unpacked. ValueError with what was
-    expected and what was found. By hand, for torchvision's reader stops at a bare assert, if at all.
-    Big-endian, two labels, 7 and 2: 00 00 08 01 (08 means uint8, 1 dimension) | 00 00 00 02 | 07 02.
+    The first 17 bytes of train-images-idx3-ubyte (the largest byte of a number comes first):
+
+        00 00           always zero
+        08              the type of a value: one unsigned byte
+        03              the number of dimensions           these four are one number, 2051: "magic"
+        00 00 EA 60     first dimension    60,000 images
+        00 00 00 1C     second dimension   28 rows
+        00 00 00 1C     third dimension    28 columns
+        00 ...          60,000 x 28 x 28 pixels, row by row: 0 is black, 255 is white
+
+    A file of labels has 01 in place of 03, one dimension, and then a byte for each label, 0 to 9.
+    A broken download is the usual reason for a crash in an hour, so everything is checked here,
+    where the file's name is known; torchvision's own reader ends with a bare assertion, if at all.
+
+    path     a file, or its name without the .gz that is there
+    dims     3 for images of 28 x 28 pixels, 1 for labels
+    returns  uint8 (N, 28, 28) or (N,)
+    raises   DataError with what was expected and what was found
+
+    Needs: math, struct, Path, torch; read_bytes, DataError.
     """
-    path = Path(path)
-    try:
-        if path.exists():
-            with open(path, "rb") as file:  # ACCESS_COPY: writing to the tensor leaves the file as it is
-                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if path.stat().st_size else b""
-        else:
-            path = path.with_name(path.name + ".gz")
-            content = bytearray(gzip.decompress(path.read_bytes()))
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: {path.stat().st_size:,} bytes are no whole gzip file ({error}); remove it") from None
-
-    header, magic, size = 4 + 4 * dims, 0x800 + dims, len(content)
-    found, *shape = struct.unpack(f">{1 + dims}I", content[:header].ljust(header, b"\0"))
-    if found != magic or size < header:
-        raise ValueError(f"{path}: magic {magic}, {header}+ bytes expected, {found}, {size} bytes found; remove it")
+    content, path = read_bytes(Path(path))
+    size = len(content)
+    header = 4 + 4 * dims
+    if size < header:
+        raise DataError(f"{path}: at least {header} bytes expected, {size} found; remove it")
+    expected_magic = 0x800 + dims
+    magic, *shape = struct.unpack(f">{1 + dims}I", content[:header])
+    if magic != expected_magic:
+        raise DataError(
+            f"{path}: magic number {expected_magic} expected, "
+            f"{magic} found in {size} bytes; remove it"
+        )
     if dims == 3 and shape[1:] != [28, 28]:
-        raise ValueError(f"{path}: images of 28x28 pixels expected, {shape[1]}x{shape[2]} found")
+        raise DataError(f"{path}: images of 28x28 pixels expected, {shape[1]}x{shape[2]} found")
+    if shape[0] == 0:
+        raise DataError(f"{path}: 0 items are in it; remove it")
     expected = header + math.prod(shape)
-    if size != expected or shape[0] == 0:
-        raise ValueError(f"{path}: {expected:,} bytes for {shape[0]} items expected, {size:,} found; remove it")
+    if size != expected:
+        raise DataError(
+            f"{path}: {expected:,} bytes for {shape[0]} items expected, {size:,} found; remove it"
+        )
     return torch.frombuffer(content, dtype=torch.uint8, offset=header).view(shape)
 
 
 def check_labels(images, labels, classes, where="data set"):
-    """ValueError unless each image has one label, in 0..K-1. cross_entropy would leave out a -100 in silence."""
+    """DataError unless each image has a label, and each label is one of 0 .. K-1.
+
+    A label 10 among 10 classes ends in an error far from here, or on a GPU in one that names no
+    line at all; a label -100 is worse, for cross_entropy leaves such a sample out and says nothing.
+    Labels of floating point are a regression's targets: of those any value is right.
+
+    Needs: DataError.
+    """
     if len(images) != len(labels):
-        raise ValueError(f"{where}: {len(images)} images, but {len(labels)} labels")
-    low, high = (labels.min().item(), labels.max().item()) if len(labels) else (0, 0)
+        raise DataError(f"{where}: {len(images)} images, but {len(labels)} labels")
+    if len(labels) == 0 or labels.is_floating_point():
+        return
+    low = labels.min().item()
+    high = labels.max().item()
     if low < 0 or high >= len(classes):
-        raise ValueError(f"{where}: labels from {low} to {high}, but {len(classes)} classes, 0 to {len(classes) - 1}")
+        raise DataError(
+            f"{where}: labels from {low} to {high}, "
+            f"but {len(classes)} classes, 0 to {len(classes) - 1}"
+        )
 
 
 def load_mnist(root, train=True, name="MNIST"):
-    """MNIST or FashionMNIST (`name`) from root/name/raw: images uint8 (N, 28, 28), labels int64 (N,), K class names.
+    """Loads the training part (or the test part) of MNIST or FashionMNIST from root/name/raw.
 
-    ValueError for a file that is not what its name says, OSError for one that cannot be read.
-    Needs: read_idx, check_labels, FASHION_CLASSES, IDX_FILES.
+    Both are 60,000 + 10,000 grey pictures of 28 x 28 pixels in 10 classes, in the same four files,
+    unpacked or as .gz. One byte a pixel, 47 MB: as float32 the same would take 188 MB.
+
+    returns  images uint8 (N, 1, 28, 28), labels int64 (N,), list of K class names
+    raises   DataError for a file that is absent, unreadable or not what its name says
+
+    Needs: Path; read_idx, check_labels, FASHION_CLASSES, IDX_FILES.
     """
-    image_file, label_file = (Path(root) / name / "raw" / file for file in (IDX_FILES[:2] if train else IDX_FILES[2:]))
-    images, labels = read_idx(image_file, 3), read_idx(label_file, 1).long()
-    classes = FASHION_CLASSES if name == "FashionMNIST" else [str(digit) for digit in range(10)]
-    check_labels(images, labels, classes, label_file)
+    image_file, label_file = IDX_FILES[:2] if train else IDX_FILES[2:]
+    folder = Path(root) / name / "raw"
+    images = read_idx(folder / image_file, dims=3).unsqueeze(1)  # (N, 1, 28, 28)
+    labels = read_idx(folder / label_file, dims=1).long()  # (N,)
+    if name == "FashionMNIST":
+        classes = FASHION_CLASSES
+    else:
+        classes = [str(digit) for digit in range(10)]
+    check_labels(images, labels, classes, folder / label_file)
     return images, labels, classes
 
 
-def load_dataset(choice, root, once=lambda function: function(), say=print):
-    """(name, training set, test set), as load_mnist returns them; auto is mnist or, if that is not to be had, sample.
+def describe(images, labels, classes, name, items):
+    """Returns all that must be known of a data set: the plain dict that is called `about`.
 
-    `once` runs a function in one process of several and gives all its result. `say` is told when auto falls back; a
-    data set asked for by name is an OSError. Needs: load_mnist, fetch_mnist, SAMPLE, IDX_FILES.
+    A network learns fastest from numbers around 0 that vary by about 1. Pixels are 0 to 255, so
+    from each channel we take off its mean and divide by its standard deviation:
+
+        MNIST   mean 0.1307, std 0.3081 (of pixels in 0..1)
+        black   (0 - 0.1307) / 0.3081 = -0.4242
+        white   (1 - 0.1307) / 0.3081 =  2.8215
+
+    These two numbers are measured on training images alone, and then hold for every image: a
+    statistic of the test set would be a piece of the test set that the network gets to know.
+
+    60,000 images as float64 would be 376 MB. It is enough to count how often each of the 256 values
+    of a byte occurs: the mean is then a sum of 256 terms, and exact.
+
+    images, labels  of the training part: uint8 (N, C, H, W), (N,)
+    classes         list of K names
+    name, items     str: the data set's name, and what one calls its pictures, such as "digits"
+    returns         dict of name, items, classes, shape [C, H, W], mean and std (lists of C floats),
+                    and checksum, a str that changes if a training pixel or label does: by it a
+                    resumed run knows that it still has its own data
+
+    Needs: zlib, torch.
     """
-    if choice != "sample":
-        name = {"auto": "MNIST", "mnist": "MNIST", "fashion-mnist": "FashionMNIST"}[choice]
+    values = torch.arange(256, dtype=torch.float64) / 255  # what each byte stands for
+    means = []
+    stds = []
+    for channel in range(images.shape[1]):
+        pixels = images[:, channel].flatten()  # (N * H * W,)
+        counts = torch.bincount(pixels, minlength=256)  # (256,)
+        fractions = counts.double() / len(pixels)
+        mean = (fractions * values).sum().item()
+        variance = (fractions * (values - mean) ** 2).sum().item()
+        means.append(mean)
+        # A channel that is the same everywhere: divided by 1 it becomes 0, and not NaN.
+        stds.append(variance**0.5 or 1.0)
+    checksum = zlib.crc32(images.contiguous().numpy())
+    checksum = zlib.crc32(labels.contiguous().numpy(), checksum)
+    return {
+        "name": name,
+        "items": items,
+        "classes": list(classes),
+        "shape": list(images.shape[1:]),
+        "mean": means,
+        "std": stds,
+        "checksum": f"{checksum:08x}",
+    }
+
+
+def load_dataset(choice, root, train=True, once=lambda function: function(), say=print):
+    """Loads a data set by the name that the command line has for it. Forks change this function.
+
+    A fork needs no more than to return its own two parts, and `about` from describe: how many
+    channels, pixels and classes there are is read from there by everything that follows.
+
+    choice   "mnist", "fashion-mnist", "sample", or "auto": MNIST if it is there or can be fetched,
+             else the bundled sample, which is said through `say`
+    root     folder of data sets, such as "data"; MNIST is in root/MNIST/raw
+    train    False: no training image is read; the first value returned is None, and `about` has
+             only name, items, classes and shape
+    once     runs a function in one process of several and gives its result to all of them
+    returns  (images, labels) to train on, (images, labels) to test with, about
+    raises   DataError: a data set asked for by its name is not to be had, or a file is broken
+
+    Needs: load_mnist, describe, fetch_mnist, DataError, SAMPLE, IDX_FILES.
+    """
+    names = {"auto": "MNIST", "mnist": "MNIST", "fashion-mnist": "FashionMNIST", "sample": "sample"}
+    name = names[choice]
+    if name != "sample":
         reason = once(lambda: fetch_mnist(root, name))
-        if reason is None:
-            return name, load_mnist(root, True, name), load_mnist(root, False, name)
-        reason = f"{name} is not in {root}/{name}/raw, and its download failed ({reason})"
-        if choice != "auto":
-            raise OSError(f"{reason}; put {', '.join(IDX_FILES)} there, unpacked or as .gz, or take --dataset sample")
-        say(f"{reason}: going on with the bundled sample of 5,000 digits")
-    return "sample", load_mnist(SAMPLE, True), load_mnist(SAMPLE, False)
+        if reason is not None:
+            failure = f"{name} is not in {root}/{name}/raw, and its download failed ({reason})"
+            if choice != "auto":
+                raise DataError(
+                    f"{failure}; put {', '.join(IDX_FILES)} there, unpacked or as .gz, "
+                    "or take --dataset sample"
+                )
+            say(f"{failure}: going on with the bundled sample of 5,000 digits")
+            name = "sample"
+
+    folder = root
+    layout = name
+    if name == "sample":
+        folder = SAMPLE
+        layout = "MNIST"
+    items = "images" if name == "FashionMNIST" else "digits"
+
+    images, labels, classes = load_mnist(folder, False, layout)
+    test_part = images, labels
+    if not train:
+        shape = list(images.shape[1:])
+        return None, test_part, {"name": name, "items": items, "classes": classes, "shape": shape}
+    images, labels, classes = load_mnist(folder, True, layout)
+    return (images, labels), test_part, describe(images, labels, classes, name, items)
 
 
 def split_validation(n, val_size, seed):
-    """Indices of the training part and the validation part (val_size, n // 12 at most) of n samples: two int64 tensors.
+    """Chooses which of n training samples are held out for validation.
 
-    A function of its arguments alone: the same for every rank, rerun and resume.
+    The validation set decides which epoch was the best one, so no sample of it may be trained on,
+    in any process and after any restart: the split depends on the arguments and on nothing else.
+    At most a twelfth is held out: 5,000 of MNIST's 60,000, and 333 of the sample's 4,000.
+
+    returns  indices of the training part, indices of the validation part: int64 tensors
+
+    Needs: torch.
     """
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(n, generator=generator)
     size = min(val_size, n // 12)
     return order[size:], order[:size]
 
 
-# --------------------------------------------------------------------------------------------- tensors -> batches
+# --------------------------------------------------------------------- 2  chance without state
+
+
+def mix(*numbers):
+    """Makes one number of several, such as (seed, epoch, index), to seed a generator with.
+
+    The tempting way is to add them. But then seed 1 in epoch 0 is seed 0 in epoch 1, and three runs
+    with seeds 0, 1 and 2 draw almost the same numbers, an epoch apart. Here the sum is scrambled
+    before the next number is added, so that one changed bit changes about half of the result's:
+
+        >>> mix(0, 1)
+        1534736266818221247
+        >>> mix(1, 0)
+        3395948882924712079
+
+    returns an int from 0 to 2^63 - 1: what torch.Generator.manual_seed takes
+
+    The scrambling is that of splitmix64 (Steele, Lea and Flood 2014). Needs nothing.
+    """
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        state = state ^ (state >> 31)
+    return state >> 1
+
+
+def uniform_draws(seed, epoch, indices, count):
+    """Draws `count` uniform numbers for each sample: a function of (seed, epoch, index).
+
+    A generator has a state: what it gives next depends on all that was drawn before, by whom and in
+    which order. Then two workers draw other numbers than one, a resumed run has to restore each
+    generator's state, and where somebody forgets that, nobody notices. A hash has no state. It is
+    looked up, like a cell of a table that is too large to be stored:
+
+                   epoch 0                      epoch 1                 seed 0
+        sample 0   -0.27  0.75 -0.50  0.32       0.18  0.53 -0.92 -0.98
+        sample 1    0.63 -0.96 -0.36 -0.83      -0.36  0.28 -0.22 -0.41
+
+    So it does not matter with whom a sample shares its batch, or which worker has it.
+
+    indices  int64 (B,), or a list
+    returns  float32 (B, count), each above -1 and below 1
+
+    Needs: torch; mix.
+    """
+    indices = torch.as_tensor(indices, dtype=torch.int64)
+    cells = indices[:, None] * count + torch.arange(count)  # (B, count): which cell of the table
+    # The steps of mix, for all cells at once. Products of int64 wrap around, as they are to; the
+    # constants lose 2^64, for int64 has a sign; `&` takes away the copies of it that >> brings in.
+    x = cells * (0x9E3779B97F4A7C15 - 2**64) + mix(seed, epoch)
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64)
+    x = x ^ ((x >> 31) & (2**33 - 1))
+    # The upper 24 bits are a whole number from -2^23 to 2^23 - 1. A float32 holds it + 0.5 exactly.
+    return ((x >> 40).float() + 0.5) / 2**23
+
+
+# ----------------------------------------------------------------------- 3  tensors to samples
 
 
 class Digits(Dataset):
-    """Images uint8 (N, 28, 28) and labels int64 (N,) in memory, of K classes (names). Needs: check_labels, take.
+    """Pictures in memory, from which a DataLoader takes its batches: digits, or any of one size.
 
-    augment    distort each image a little, by `seed` and the batch that it is in; for training only
-    transform  optional function of one image, float (1, 28, 28) in 0..1, such as torchvision's, that stays in 0..1
+    A DataLoader wants to know of a data set its length and its samples. It asks for them one by
+    one, dataset[5], dataset[2], ..., and stacks what it gets. For images as small as these that is
+    where the time goes: loaded so, an epoch of MNIST takes 10.8 s. With one indexing operation for
+    a whole batch it takes 0.2 s. A DataLoader prefers that way if the data set has __getitems__:
 
-    dataset[i], i >= 0, is one sample, float (1, 28, 28) and int64 (). dataset.__getitems__(indices), which a DataLoader
-    calls if it is there, is a whole batch, float (B, 1, 28, 28) and int64 (B,): one indexing operation in place of B
-    calls, B small tensors and a stack, where most of a textbook loader's time goes.
+        dataset.__getitems__([5, 2, 7])  ->  images float (3, C, H, W) in 0..1, labels (3,)
+        dataset[5]                       ->  image float (C, H, W), label (): a batch of one
+
+    What is drawn for a sample, by `augment` or `transform`, is a function of (seed, epoch, index).
+    It differs from epoch to epoch, and it does not depend on the batch, the number of workers or
+    what was drawn elsewhere; a run that is resumed has nothing to restore. Call set_epoch(epoch)
+    before each epoch: it reaches workers that live on from the epoch before, too.
+
+    images     uint8 (N, C, H, W)
+    labels     (N,), int64 from 0 to K-1; or floats, any number for each sample
+    classes    list of K names, kept as an attribute
+    augment    True: each image is distorted a little, see augment(); for training only
+    seed       of all draws
+    transform  function of an image, float (C, H, W) in 0..1, after augment, such as torchvision's;
+               its results have equal shapes. It may draw from torch, random or numpy
+    raises     DataError for wrong labels, ValueError for images of other dimensions
+
+    Needs: torch, Dataset; check_labels, gather_batch, mix, transform_each.
     """
 
     def __init__(self, images, labels, classes, augment=False, seed=0, transform=None):
+        if images.dim() != 4:
+            raise ValueError(f"images (N, C, H, W) expected, {tuple(images.shape)} found")
         check_labels(images, labels, classes)
-        self.images, self.labels, self.classes = images, labels, classes
-        self.augment, self.seed, self.transform = augment, seed, transform
+        self.images = images
+        self.labels = labels
+        self.classes = classes
+        self.augment = augment
+        self.seed = seed
+        self.transform = transform
+        # In shared memory. A worker process has a copy of this object, made when the worker began;
+        # of this tensor it has no copy, but sees the same eight bytes.
+        self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch):
+        self.epoch.fill_(epoch)
 
     def __len__(self):
         return len(self.images)
@@ -196,205 +419,737 @@ class Digits(Dataset):
         return images[0], labels[0]
 
     def __getitems__(self, indices):
-        images, labels = take(self.images, self.labels, indices, self.augment, self.seed)
-        if self.transform:
-            images = torch.stack([self.transform(image) for image in images])
+        epoch = self.epoch.item()
+        images, labels = gather_batch(
+            self.images, self.labels, indices, self.augment, self.seed, epoch
+        )  # (B, C, H, W), (B,)
+        if self.transform is not None:
+            seeds = [mix(self.seed, epoch, int(index)) for index in indices]
+            images = transform_each(self.transform, images, seeds)
         return images, labels
 
 
-def take(images, labels, indices, augmented=False, seed=0):
-    """Of uint8 (N, 28, 28) and (N,) the batch with these indices: float (B, 1, 28, 28) in 0..1, int64 (B,).
+def gather_batch(images, labels, indices, augmented, seed, epoch):
+    """Takes the samples with these indices out of a data set, as floats, augmented or not.
 
-    The index -1 is nobody, some image with the label -100: see EpochSampler. Needs: augment.
+    images   uint8 (N, C, H, W)
+    labels   (N,)
+    indices  int64 (B,), or a list
+    returns  images float (B, C, H, W) in 0..1, labels (B,)
+
+    Needs: torch; augment, uniform_draws.
     """
-    indices = torch.as_tensor(indices)
-    batch = images[indices].unsqueeze(1).float() / 255  # as uint8 the whole takes a quarter of the memory
+    indices = torch.as_tensor(indices, dtype=torch.int64)
+    batch = images[indices].float() / 255  # (B, C, H, W): only what is in use becomes float
     if augmented:
-        # A function of the seed and the batch: which samples, in which order. So shuffled epochs differ (unless a batch
-        # is one image), the number of workers makes no difference, and a resumed run has no generator to restore.
-        batch = augment(batch, torch.Generator().manual_seed(zlib.crc32(indices.numpy().tobytes(), seed)))
-    return batch, labels[indices].long().masked_fill(indices < 0, -100)
+        batch = augment(batch, uniform_draws(seed, epoch, indices, 4))
+    return batch, labels[indices]
 
 
-class DigitStream(IterableDataset):
-    """Batches from two IDX files that need not fit in memory, shuffled through a bounded buffer.
+def augment(images, draws, shift=2.0, degrees=10.0, scale=0.1):
+    """Shifts each image a little, turns it and scales it about its centre; each by its own draws.
 
-    files     paths of images and labels, unpacked; mapped anew for each batch, so what was read is given back
-    total     it yields the first so many samples
-    left_out  int64 indices below `total`, each once, to pass over: the validation set
-    buffer    how many indices wait to be drawn; should exceed the longest run of one class in the file
+    A 7 that is moved by two pixels is still a 7. A network that sees each training image a little
+    different in every epoch cannot learn the pixels by heart; it has to learn what makes a 7. No
+    image is mirrored: a mirrored 2 is no digit.
 
-    Yields float (B, 1, 28, 28) in 0..1, int64 (B,). Each worker of each rank walks through all indices in an order that
-    is a function of seed + epoch and reads its own batches alone: every sample comes once, for any number of workers,
-    and ranks get equally many batches, with nobody at the end (see EpochSampler). Needs: read_idx, take.
+    The computation goes backwards. For each pixel of the result we compute where in the image it
+    comes from, and take the mean of the four pixels around that point, weighted by how near they
+    are (bilinear). The other way round, from image to result, would leave holes.
+
+    It is written by hand, for a random transform of torchvision draws once for a whole batch, and
+    to call it image by image takes longer than the training step.
+
+    images   float (B, C, H, W), 0 = background: what comes from outside the image is 0
+    draws    float (B, 4) in -1..1: shift to the left, shift upwards, angle, scale
+    shift    of at most so many pixels
+    degrees  of at most so many degrees
+    scale    by at most this fraction
+    returns  the shape of images
+
+    Needs: math, torch, F.
     """
-
-    def __init__(self, files, total, batch_size, left_out=(), augment=False, seed=0, world_size=1, rank=0, buffer=9999):
-        if missing := [str(file) for file in files if not Path(file).is_file()]:
-            raise ValueError(f"{missing}: not there; a stream maps unpacked files, so gunzip them first")
-        self.files, self.total, self.left_out, self.buffer = files, total, torch.as_tensor(left_out), buffer
-        self.batch_size, self.augment, self.seed, self.epoch = batch_size, augment, seed, 0
-        self.world_size, self.rank = world_size, rank
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __len__(self):  # batches of each rank
-        return math.ceil((self.total - len(self.left_out)) / (self.batch_size * self.world_size))
-
-    def __iter__(self):
-        worker, step = torch.utils.data.get_worker_info(), self.batch_size * self.world_size
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        number, waiting = 0, torch.empty(0, dtype=torch.int64)
-        for start in range(0, self.total, self.buffer):
-            new = torch.arange(start, min(start + self.buffer, self.total))
-            waiting = torch.cat([waiting, new[~torch.isin(new, self.left_out)]])
-            waiting = waiting[torch.randperm(len(waiting), generator=generator)]
-            end = start + self.buffer >= self.total
-            while len(waiting) >= self.buffer + step or end and len(waiting):
-                batch, waiting = waiting[:step], waiting[step:]
-                if worker is None or number % worker.num_workers == worker.id:
-                    batch = F.pad(batch, (0, -len(batch) % self.world_size), value=-1)[self.rank :: self.world_size]
-                    yield take(read_idx(self.files[0], 3), read_idx(self.files[1], 1), batch, self.augment, self.seed)
-                number += 1
-
-
-def augment(images, generator, shift=2.0, degrees=10.0, scale=0.1):
-    """Shifts each image of a batch, then turns and scales it about its centre, by uniform draws of its own.
-
-    images float (B, C, H, W), black = 0, H = W -> the same shape. By hand, for a random transform of torchvision draws
-    once for a whole batch, and image by image takes longer than the training step. No flips: a mirrored 2 is no digit.
-    """
-    B, _, H, W = images.shape
-    draw = torch.rand(B, 4, 1, 1, generator=generator) * 2 - 1  # -1..1
-    dx, dy = draw[:, 0] * shift * 2 / W, draw[:, 1] * shift * 2 / H  # (B, 1, 1); a picture is 2 wide to grid_sample
-    angle, zoom = draw[:, 2] * math.radians(degrees), 1 + draw[:, 3] * scale
-    cos, sin = torch.cos(angle) / zoom, torch.sin(angle) / zoom  # divided: the grid leads from output to input
-    x = ((torch.arange(W) * 2 + 1) / W - 1).view(1, 1, W)  # centres of the pixels, in -1..1
+    B, C, H, W = images.shape
+    draws = draws.view(B, 4, 1, 1)
+    # grid_sample calls the left edge -1 and the right edge 1, whatever the number of pixels.
+    dx = draws[:, 0] * shift * 2 / W  # (B, 1, 1)
+    dy = draws[:, 1] * shift * 2 / H
+    angle = draws[:, 2] * math.radians(degrees)
+    zoom = 1 + draws[:, 3] * scale
+    cos = torch.cos(angle) / zoom  # a result twice as large comes from half the image: divided
+    sin = torch.sin(angle) / zoom
+    x = ((torch.arange(W) * 2 + 1) / W - 1).view(1, 1, W)  # the centres of the pixels
     y = ((torch.arange(H) * 2 + 1) / H - 1).view(1, H, 1)
-    # Written out: F.affine_grid does it by a batch of tiny matrix products and takes longer than all the rest together.
-    grid = torch.stack([cos * x - sin * y + dx, sin * x + cos * y + dy], dim=-1)  # (B, H, W, 2): where pixels come from
-    return F.grid_sample(images, grid, align_corners=False)  # bilinear; outside is 0
+    # F.affine_grid computes the same by a batch of tiny matrix products, and takes longer for it
+    # than everything else here together. H / W: the angle is one between pixels, not in -1..1.
+    from_x = cos * x - sin * (H / W) * y + dx  # (B, H, W)
+    from_y = sin * (W / H) * x + cos * y + dy
+    grid = torch.stack([from_x, from_y], dim=-1)  # (B, H, W, 2)
+    return F.grid_sample(images, grid, align_corners=False)  # (B, C, H, W)
 
 
-def normalize(images):
-    """Images in 0..1 -> mean 0 and variance 1 over MNIST: black is -0.4242, white 2.8215. Needs: MEAN, STD."""
-    return (images - MEAN) / STD
+# ----------------------------------------------------------------------- 4  samples to batches
 
 
-def collate_images(batch):
-    """What Digits.__getitems__ returns, normalized. No lambda: spawned workers find it by name. Needs: normalize."""
-    return normalize(batch[0]), batch[1]
+def normalize(images, mean, std):
+    """Takes off each channel's mean and divides by its standard deviation: see describe.
+
+    For MNIST 0 becomes -0.4242 and 1 becomes 2.8215.
+
+    images     float (..., C, H, W) in 0..1
+    mean, std  C floats each, such as about["mean"] and about["std"]
+    returns    the shape of images
+
+    Needs: torch.
+    """
+    mean = torch.as_tensor(mean, dtype=images.dtype, device=images.device)  # (C,)
+    std = torch.as_tensor(std, dtype=images.dtype, device=images.device)  # (C,)
+    return (images - mean[:, None, None]) / std[:, None, None]
 
 
-def collate_padded(sequences):
-    """Ragged tensors (L_1, ...), (L_2, ...), a length may be 0 -> padded (B, L, ...), mask bool (B, L). Needs: pad."""
-    return pad(torch.cat(sequences), torch.tensor([len(sequence) for sequence in sequences]))
+def collate_images(batch, mean, std):
+    """Normalizes a batch of images: what a network of convolutions takes.
 
+    A collate function makes a batch of what the data set gave. It has to be a function with a name
+    at the top of a file, for a worker process that does not begin as a copy of this one (on macOS,
+    on Windows) looks it up by that name; a lambda has none. Arguments come by functools.partial:
 
-def pad(flat, lengths):
-    """Sequences in one row (T, ...), lengths int64 (B,) -> (B, L, ...) with zeros; mask bool (B, L), True = real."""
-    mask = torch.arange(max(1, lengths.max().item())) < lengths[:, None]  # (B, L)
-    padded = flat.new_zeros(*mask.shape, *flat.shape[1:])
-    padded[mask] = flat  # True elements are counted row by row, and that is the order of `flat`
-    return padded, mask
+        make_loader(dataset, 128, collate=partial(collate_images, mean=[0.1307], std=[0.3081]))
 
+    batch    images float (B, C, H, W) in 0..1, labels (B,), from Digits
+    returns  normalized images (B, C, H, W), labels
 
-def collate_packed(batch, blank=False):
-    """Images as tokens, their patches of 4 x 4 pixels that have ink (or `blank`: all of them), in one row.
-
-    What Digits.__getitems__ returns -> (tokens float (T, 16), positions int64 (T,) in a grid of 7 x 7, mask bool
-    (B, L), segments int64 (T,)), labels. The mask says where each would stand in collate_tokens; segments are
-    0 0 0 0 0 1 1 1 1 1 1 in the example there, and segments[:, None] == segments a block-diagonal mask (T, T).
-    Needs: normalize, pad.
+    Needs: normalize.
     """
     images, labels = batch
-    patches = images.unfold(2, 4, 4).unfold(3, 4, 4).reshape(len(images), 49, 16)
-    inked = (patches != 0).any(2) | blank  # (B, 49)
-    segments, positions = inked.nonzero(as_tuple=True)
-    return (normalize(patches[inked]), positions, pad(positions, inked.sum(1))[1], segments), labels
+    return normalize(images, mean, std), labels
 
 
-def collate_tokens(batch, blank=False):
-    """The same tokens padded: (tokens float (B, L, 16), positions int64 (B, L), mask bool (B, L)), labels.
+def cut_patches(images):
+    """Cuts images into patches of 4 x 4 pixels, numbered row by row.
 
-    An image has 5 to 32, 18.5 on average, augmented 22; L is the largest number in the batch. Two images of the sample,
-    both a 1, and the pixels of the first patch. Needs: collate_packed, pad.
+    An image of 28 x 28 pixels has 7 x 7 of them. To attention they are what words are in a
+    sentence; their number tells where in the image a patch has been:
+
+         0  1  2  3  4  5  6
+         7  8  9 10 11 12 13        place 10: pixels of rows 4 to 7 and of columns 12 to 15
+        14 15 16 17 18 19 20
+        21 22 23 24 25 26 27
+        28 29 30 31 32 33 34
+        35 36 37 38 39 40 41
+        42 43 44 45 46 47 48
+
+    images   float (B, C, H, W)
+    returns  (B, P, C, 4, 4) with P = H/4 * W/4
+    raises   DataError if H or W is no multiple of 4
+
+    Needs: DataError.
+    """
+    H, W = images.shape[2:]
+    if H % 4 != 0 or W % 4 != 0:
+        raise DataError(
+            f"images of {H}x{W} pixels: patches of 4x4 need multiples of 4; resize or pad them"
+        )
+    patches = images.unfold(2, 4, 4)  # (B, C, H/4, W, 4): rows in groups of four
+    patches = patches.unfold(3, 4, 4)  # (B, C, H/4, W/4, 4, 4): and columns
+    patches = patches.permute(0, 2, 3, 1, 4, 5)  # (B, H/4, W/4, C, 4, 4)
+    return patches.flatten(1, 2)  # (B, P, C, 4, 4)
+
+
+def lengths_to_mask(lengths):
+    """Says which places of a padded batch hold something real: lengths (B,) -> mask bool (B, L).
+
+        lengths [3, 1]  ->  1 1 1        True, drawn as 1, is real
+                            1 . .        False, drawn as a dot, is padding
+
+    L is the largest length, or 1 if all are 0. The mask stands here, and in all of this project, as
+    in F.scaled_dot_product_attention; nn.MultiheadAttention's key_padding_mask is its opposite.
+
+    Needs: torch.
+    """
+    longest = max(1, lengths.max().item())
+    places = torch.arange(longest)  # (L,)
+    return places < lengths[:, None]  # (B, L)
+
+
+def pad_rows(flat, mask, value=0):
+    """Deals rows that lie one after the other to the True places of a mask; others get `value`.
+
+    flat [a b c d] and the mask of lengths [3, 1]  ->  a b c
+                                                       d . .
+
+    flat (T, ...), mask bool (B, L) with T times True -> (B, L, ...)
+    """
+    padded = flat.new_full((*mask.shape, *flat.shape[1:]), value)  # (B, L, ...)
+    padded[mask] = flat  # True places are counted row by row, which is the order of `flat`
+    return padded
+
+
+def collate_packed(batch, mean, std, blank=False):
+    """Makes tokens of images, those of all images in one row: no padding at all.
+
+    Most of a digit is background: of 49 patches 18 have anything on them. Attention need not look
+    at the others. But then images have different numbers of tokens, and a tensor has rows of one
+    length. There are two ways out. Sample a has 3 tokens, sample b has 5:
+
+        padded (collate_tokens)                packed (this function)
+
+        tokens  a a a . .    mask 1 1 1 . .    tokens    a a a b b b b b
+                b b b b b         1 1 1 1 1    segments  0 0 0 1 1 1 1 1
+
+    Padded is what every layer understands, but the two dots are computed like all others and then
+    thrown away. Packed computes 8 tokens in place of 10 (with real digits 18.5 in place of about 30
+    for each image), but whatever looks from token to token, as attention does, has to know where a
+    sample ends. The mask is the same in both: it tells how many tokens each sample has, and where
+    they go if they are padded.
+
+    batch      images float (B, C, H, W) in 0..1, labels (B,), from Digits; H and W multiples of 4
+    mean, std  as in normalize
+    blank      True: blank patches, which are 0 all over, are tokens as well
+    returns    (tokens float (T, C * 16), positions int64 (T,), mask bool (B, L),
+               segments int64 (T,)), labels. A position is a place in the image, see cut_patches;
+               a segment is the sample's number in the batch, and segments[:, None] == segments is
+               the mask (T, T) of who may look at whom
+    raises     DataError, see cut_patches
+
+    Needs: torch; cut_patches, normalize, lengths_to_mask.
+    """
+    images, labels = batch
+    patches = cut_patches(images)  # (B, P, C, 4, 4)
+    chosen = (patches != 0).flatten(2).any(2)  # (B, P): which patches are non-blank
+    if blank:
+        chosen = torch.ones_like(chosen)
+    segments, positions = chosen.nonzero(as_tuple=True)  # (T,), (T,): row and column of each True
+    tokens = normalize(patches[chosen], mean, std)  # (T, C, 4, 4)
+    mask = lengths_to_mask(chosen.sum(1))  # (B, L)
+    return (tokens.flatten(1), positions, mask, segments), labels
+
+
+def collate_tokens(batch, mean, std, blank=False):
+    """Makes tokens of images, padded to the largest number in the batch. See collate_packed.
+
+    The bundled sample's digits have 5 to 32 non-blank patches, 18.5 on average. Here are two, both
+    a 1; for once they are not normalized, but multiplied by 255, to show the first token's pixels:
 
     >>> two = Digits(*load_mnist(SAMPLE, train=False)).__getitems__([361, 241])
-    >>> (tokens, positions, mask), labels = collate_tokens(two)
+    >>> (tokens, positions, mask), labels = collate_tokens(two, mean=[0], std=[1 / 255])
     >>> positions.tolist()
     [[10, 17, 24, 31, 38, 0], [10, 17, 24, 31, 38, 39]]
     >>> mask.int().tolist()
     [[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]
-    >>> ((tokens[0, 0] * STD + MEAN) * 255).round().int().tolist()
+    >>> tokens[0, 0].round().int().tolist()
     [48, 255, 100, 0, 48, 254, 155, 0, 93, 243, 226, 14, 0, 216, 254, 47]
+
+    batch, mean, std, blank  as in collate_packed
+    returns  (tokens float (B, L, C * 16), positions int64 (B, L), mask bool (B, L)), labels.
+             Padding is 0, and so is its position: the mask alone tells it from a real token
+
+    Needs: collate_packed, pad_rows.
     """
-    (tokens, positions, mask, _), labels = collate_packed(batch, blank)
-    lengths = mask.sum(1)
-    return (pad(tokens, lengths)[0], pad(positions, lengths)[0], mask), labels
+    (tokens, positions, mask, _), labels = collate_packed(batch, mean, std, blank)
+    return (pad_rows(tokens, mask), pad_rows(positions, mask), mask), labels
 
 
-COLLATES = {"images": collate_images, "packed": collate_packed, "padded": collate_tokens}
-COLLATES["all"] = partial(collate_tokens, blank=True)
+def collate_padded(batch, value=0):
+    """Pads sequences of any kind to the longest: for time series, text, sets of points.
+
+    This one is for your own data; images become tokens in collate_tokens, which does not use it.
+
+        collate_padded([[1, 2, 3], [4]])               ->  padded  1 2 3      mask  1 1 1
+                                                                   4 0 0            1 . .
+        collate_padded([([1, 2, 3], 7), ([4], 8)])     ->  the same, and labels [7, 8]
+
+    batch    list of sequences, or of tuples (sequence, label). A sequence is a tensor (L_i, ...), a
+             NumPy array or a list; L_i may be 0. A label is a number, or a tensor of one shape
+    value    what stands in the padding
+    returns  padded (B, L, ...), mask bool (B, L) with True = real; and labels (B, ...) if there are
+
+    Needs: torch; lengths_to_mask, pad_rows.
+    """
+    has_labels = isinstance(batch[0], tuple)
+    sequences = []
+    for item in batch:
+        sequence = item[0] if has_labels else item
+        if not isinstance(sequence, torch.Tensor):
+            sequence = torch.tensor(sequence)  # a copy: a NumPy array may be read-only
+        sequences.append(sequence)
+    lengths = torch.tensor([len(sequence) for sequence in sequences])  # (B,)
+    # An empty list becomes an empty row of floats, which would turn the others' integers to floats.
+    filled = [sequence for sequence in sequences if len(sequence) > 0]
+    if not filled:
+        filled = sequences[:1]
+    mask = lengths_to_mask(lengths)  # (B, L)
+    padded = pad_rows(torch.cat(filled), mask, value)  # (T, ...) -> (B, L, ...)
+    if not has_labels:
+        return padded, mask
+    labels = torch.stack([torch.as_tensor(label) for _, label in batch])  # (B, ...)
+    return padded, mask, labels
 
 
-class EpochSampler(DistributedSampler):
-    """The order of an epoch, dealt to the ranks: a function of seed + epoch. Call set_epoch(epoch) before each.
+# ------------------------------------------------------------------------- 5  order and loader
 
-    labels int64 (N,). balanced: N draws with replacement, by WeightedRandomSampler, all classes equally often on
-    average; else all, shuffled. If the ranks do not divide N, the last get the index -1, nobody, whose label -100
-    cross_entropy leaves out (batch norm does not): all take equally many steps and no sample counts twice.
-    DistributedSampler itself repeats the first samples or drops the last.
+
+class EpochSampler(Sampler):
+    """The order of an epoch, shuffled, and this process's share of it.
+
+    Seven samples, two processes ("ranks") and batches of two; in each rank two workers load them:
+
+        shuffled     3 0 6 1 5 2 4 | 3        one more at the end, so that both ranks get four
+        rank 0       3 6 5 4                  every second, from the first
+        rank 1       0 1 2 3                  every second, from the second; its last is padding
+
+                     worker 0   worker 1
+        rank 0       [3 6]      [5 4]         batches go to the workers in turn, and come back
+        rank 1       [0 1]      [2 3]         in the order in which they were asked for
+
+    Ranks wait for each other in every step, so all of them need equally many samples; but no sample
+    may count twice. Therefore `padding` says how many samples, 0 or 1, at the end of this rank's
+    epoch are there for no other purpose: who sums up losses leaves them out. (torch's own
+    DistributedSampler repeats samples too, and does not tell which.)
+
+    The order is a function of (seed, epoch). So all ranks know it without talking, and a run that
+    was stopped goes on where it was: set_epoch(3, start=256) begins at this rank's 257th sample,
+    and loads none of those before it.
+
+    size        number of samples, of any data set that takes indices from 0 to size - 1
+    labels      int64 (size,), for balanced draws: `size` draws with replacement, all classes
+                equally often on average. None: each sample once
+    set_epoch   call it before each epoch; `start` holds for the next iteration alone
+    len()       samples of this rank in a whole epoch, padding included
+
+    Needs: math, torch, Sampler, WeightedRandomSampler; mix.
     """
 
-    def __init__(self, labels, seed=0, world_size=1, rank=0, balanced=False):
-        super().__init__(labels, num_replicas=world_size, rank=rank, seed=seed)  # works without a process group
-        self.weights = (1.0 / labels.bincount().double())[labels] if balanced else None  # (N,): by sample, not by class
+    def __init__(self, size, seed=0, world_size=1, rank=0, labels=None):
+        self.size = size
+        self.seed = seed
+        self.world_size = world_size
+        self.rank = rank
+        self.epoch = 0
+        self.start = 0
+        remainder = size % world_size  # so many ranks, the first ones, need no padding
+        self.padding = 0
+        if remainder > 0 and rank >= remainder:
+            self.padding = 1
+        self.weights = None
+        if labels is not None:
+            if len(labels) != size:
+                raise ValueError(f"{size} samples, but {len(labels)} labels to balance them by")
+            rarity = 1 / labels.bincount().double()  # (K,): of 900 and 100 samples, 1/900 and 1/100
+            self.weights = rarity[labels]  # (size,): each sample weighs what its class does
+
+    def set_epoch(self, epoch, start=0):
+        self.epoch = epoch
+        self.start = start
+
+    def __len__(self):
+        return math.ceil(self.size / self.world_size)
 
     def __iter__(self):
-        generator, N = torch.Generator().manual_seed(self.seed + self.epoch), len(self.dataset)
+        # A generator function: nothing here happens before the first index is asked for. A
+        # DataLoader with workers makes an iterator that it never uses, which must not take `start`.
+        start = self.start
+        self.start = 0
+        generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
         if self.weights is None:
-            order = torch.randperm(N, generator=generator).tolist()
+            order = torch.randperm(self.size, generator=generator).tolist()
         else:
-            order = list(WeightedRandomSampler(self.weights, N, generator=generator))
-        return iter((order + [-1] * (self.total_size - N))[self.rank :: self.num_replicas])
+            order = list(WeightedRandomSampler(self.weights, self.size, generator=generator))
+        missing = len(self) * self.world_size - self.size
+        order += order[:1] * missing  # any index will do that the data set has
+        yield from order[self.rank :: self.world_size][start:]
 
 
-def seed_worker(worker_id):
-    """Prepares a worker process of a DataLoader, whose global generators torch has seeded already, NumPy's too.
+def collate_default(batch):
+    """What make_loader does if it is given no collate: it guesses nothing, and normalizes nothing.
 
-    Generators that are attributes of the data set are copies, equal in all workers: they get seeds of their own here.
+    A data set with __getitems__ may have made the batch already, as Digits does, also under a
+    torch.utils.data.Subset: that batch stays as it is. A list is one of samples, which become a
+    batch as everywhere in torch: tensors are stacked, numbers become tensors.
+
+    Needs: default_collate.
     """
-    if hasattr(os, "setsid"):  # so that Ctrl-C in a terminal does not kill a worker in the middle of a step
-        os.setsid()
-    kept = getattr(torch.utils.data.get_worker_info().dataset, "__dict__", {})
-    for seed, (name, value) in enumerate(kept.items(), torch.initial_seed() + 1):
-        if hasattr(value, "bit_generator"):  # NumPy's Generator
-            kept[name] = type(value)(type(value.bit_generator)(seed))
-        elif isinstance(value, (torch.Generator, random.Random)):
-            (value.manual_seed if isinstance(value, torch.Generator) else value.seed)(seed)
+    if isinstance(batch, list):
+        return default_collate(batch)
+    return batch
 
 
-def make_loader(dataset, batch_size, sampler=None, workers=0, pin_memory=False, seed=0, collate=collate_images):
-    """A DataLoader over Digits or a DigitStream: pairs of what `collate` makes of images, and labels int64 (B,).
+def make_loader(
+    dataset, batch_size, sampler=None, workers=0, pin_memory=False, seed=0, collate=None
+):
+    """Makes the DataLoader, which brings sampler, data set and collate function together.
 
-    workers 0 loads in this process, the fastest for data in memory; more pay off with a slow transform. pin_memory lets
-    .to(device, non_blocking=True) overlap with a GPU's work. seed: one per rank. Needs: collate_images, seed_worker.
+        sampler    [5 2 7] [0 3 1] ...          in this process
+        workers    dataset.__getitems__([5, 2, 7]), then collate, each for a batch of its own
+        loop       for inputs, labels in loader: the batches, in the sampler's order
+
+    Data in memory are loaded fastest without workers: a batch of MNIST takes about a millisecond,
+    and to bring it from another process takes longer. Workers pay off with a slow transform.
+
+    dataset     Digits, a DigitStream, or any other; without a sampler its order is 0, 1, 2 ...
+    workers     processes that load; 0: this one does
+    pin_memory  True with a GPU: memory that stays in its place, so that .to(device,
+                non_blocking=True) copies from it while the GPU computes
+    seed        of the workers' global generators; another one for each rank
+    collate     for Digits a partial(collate_images, mean=..., std=...); None: collate_default,
+                so batches of Digits stay as they are, and other data sets get torch's default
+
+    Needs: torch, DataLoader, IterableDataset; DigitStream, collate_default, seed_worker.
     """
-    stream = isinstance(dataset, IterableDataset)  # makes whole batches; a worker that stays would not see set_epoch
+    if isinstance(dataset, DigitStream):
+        batch_size = None  # its items are whole batches
+    # Workers that live on from epoch to epoch need not be started again. They hold a copy of the
+    # data set: a stream's would never hear of set_epoch. (Digits keeps its epoch in shared memory.)
+    persistent = workers > 0 and not isinstance(dataset, IterableDataset)
+    # Each epoch draws a seed for its workers. Out of torch's global generator it would change what
+    # dropout draws, and so would the number of epochs since a resume.
+    generator = torch.Generator().manual_seed(seed)
     return DataLoader(
-        dataset, None if stream else batch_size, sampler=sampler, num_workers=workers, collate_fn=collate,
-        pin_memory=pin_memory, worker_init_fn=seed_worker, persistent_workers=workers > 0 and not stream,
-        # Its own: each epoch draws its workers' seed, which from the global generator would change the dropout.
-        generator=torch.Generator().manual_seed(seed),
+        dataset,
+        batch_size,
+        sampler=sampler,
+        num_workers=workers,
+        collate_fn=collate or collate_default,
+        pin_memory=pin_memory,
+        worker_init_fn=seed_worker,
+        persistent_workers=persistent,
+        generator=generator,
     )
 
 
+def seed_worker(worker_id):
+    """Prepares a worker process: no two workers may draw the same numbers.
+
+    torch gives each worker a seed of its own, and sets torch's, Python's and NumPy's global
+    generators by it. It does not know of a generator that the data set keeps, such as
+    self.rng = np.random.default_rng(0): all workers have equal copies of that one, and with four
+    workers every "random" crop comes four times. Those get seeds of their own here.
+
+    (The draws of Digits are functions of seed, epoch and index, and do not depend on this.)
+
+    Needs: os, torch, get_worker_info; generators_in, reseed.
+    """
+    # A group of its own: Ctrl-C in a terminal goes to the whole group, and would end the worker in
+    # the middle of a step that the program wants to finish.
+    if hasattr(os, "setsid"):
+        os.setsid()
+    reseed(generators_in(get_worker_info().dataset), torch.initial_seed())
+
+
+# =============================================================================================
+# Extras: what follows is for a few. Nothing above gets clearer by reading it.
+# =============================================================================================
+
+# ---------------------------------------------------------------------- a transform that draws
+
+
+def generators_in(thing):
+    """Lists the random generators that an object keeps: torch's, random's and NumPy's.
+
+    It looks into attributes, lists, tuples, dicts, functools.partial, methods and what a function
+    has closed over: in Compose([Noise(rng=...)]) the generator is three steps away. Modules and
+    classes are passed by, for through them one reaches everything; so a generator that is a global
+    variable of a file is not found.
+
+    Needs: random, torch, partial, ModuleType.
+    """
+    found = []
+    seen = {}  # by id; it holds the objects, too, for the id of one that is gone is given away again
+    waiting = [thing]
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen:  # objects may hold each other in a circle
+            continue
+        seen[id(thing)] = thing
+        # NumPy's are known by what they have: it may not be installed.
+        is_numpys = hasattr(type(thing), "bit_generator") or hasattr(type(thing), "random_sample")
+        if isinstance(thing, (torch.Generator, random.Random)) or is_numpys:
+            found.append(thing)
+        elif isinstance(thing, dict):
+            waiting.extend(thing.values())
+        elif isinstance(thing, (list, tuple)):
+            waiting.extend(thing)
+        elif isinstance(thing, partial):
+            waiting.extend([thing.func, thing.args, thing.keywords])
+        elif not isinstance(thing, (type, ModuleType)):
+            waiting.append(getattr(thing, "__dict__", None))
+            waiting.append(getattr(thing, "__self__", None))  # of a method: its object
+            closure = getattr(thing, "__closure__", None)  # of a function within a function
+            if closure:
+                waiting.extend(cell.cell_contents for cell in closure)
+    return found
+
+
+def reseed(generators, seed):
+    """Gives each generator of a list a seed of its own, made of `seed` and its place in the list.
+
+    Needs: random, torch; mix.
+    """
+    for place, generator in enumerate(generators):
+        own = mix(seed, place)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(own)
+        elif isinstance(generator, random.Random):
+            generator.seed(own)
+        elif hasattr(generator, "bit_generator"):  # numpy.random.default_rng()
+            fresh = type(generator.bit_generator)(own)
+            generator.bit_generator.state = fresh.state
+        else:  # numpy.random.RandomState
+            generator.seed(own % 2**32)
+
+
+def transform_each(transform, images, seeds):
+    """Calls a transform for each image, which may draw from any generator, with a seed for each.
+
+    A transform of torchvision draws from torch's global generator; others from `random`, from NumPy
+    or from a generator of their own. We cannot make a hash of what somebody else has written. But
+    we can seed all of these before each image, and put the global ones back as they were: dropout,
+    which draws from torch's as well, then never learns of it.
+
+    images   float (B, C, H, W)
+    seeds    list of B ints, such as mix(seed, epoch, index) for each
+    returns  what the transform made of them, stacked (B, ...)
+
+    Needs: random, sys, torch; generators_in, reseed.
+    """
+    numpy = sys.modules.get("numpy")  # a transform that draws from it has imported it
+    own = generators_in(transform)
+    before_python = random.getstate()
+    before_torch = torch.get_rng_state()
+    before_numpy = numpy.random.get_state() if numpy else None
+    results = []
+    try:
+        for image, seed in zip(images, seeds):
+            random.seed(seed)
+            # Not torch.manual_seed: it seeds GPUs as well, where the model's dropout may draw.
+            torch.default_generator.manual_seed(seed)
+            if numpy:
+                numpy.random.seed(seed % 2**32)
+            reseed(own, seed)
+            results.append(transform(image))
+    finally:
+        random.setstate(before_python)
+        torch.set_rng_state(before_torch)
+        if numpy:
+            numpy.random.set_state(before_numpy)
+    return torch.stack(results)
+
+
+# -------------------------------------------------------------------------------- the download
+
+
+@contextmanager
+def sigterm_cleans_up():
+    """Turns SIGTERM, which ends a process at once, into SystemExit, which cleans up on its way.
+
+    Needs: signal, threading, contextmanager.
+    """
+
+    def leave(number, frame):
+        raise SystemExit(128 + number)
+
+    main_thread = threading.current_thread() is threading.main_thread()
+    # Python lets only the main thread ask for signals. Who handles this one already, keeps it.
+    if not main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def fetch_mnist(root, name="MNIST", stall=10.0):
+    """Downloads MNIST or FashionMNIST (`name`) into root/name/raw, unless it is there already.
+
+    torchvision knows the mirrors, checks the md5 and unpacks. But it sets no time limit, does not
+    ask the second mirror if the first accepts a connection and then says nothing, and writes in
+    place, so that half a file may stay. So each mirror is asked alone, into a temporary folder
+    beside the place where the files belong; they are renamed when all four are there. Two programs
+    that fetch at the same time do it twice, and the second replaces files by equal ones.
+
+    stall    seconds for which a mirror may be silent before the next one is asked
+    returns  None if the files are there now, else the reason in one line
+
+    Needs: http, socket, tempfile, os, Path; sigterm_cleans_up, IDX_FILES.
+    """
+    raw = Path(root) / name / "raw"
+    reasons = []
+    default = socket.getdefaulttimeout()
+    try:
+        if all((raw / file).is_file() or (raw / f"{file}.gz").is_file() for file in IDX_FILES):
+            return None
+        Path(root).mkdir(parents=True, exist_ok=True)
+        from torchvision import datasets  # here: it takes a second, and most runs have their data
+
+        kind = getattr(datasets, name)
+        socket.setdefaulttimeout(stall)
+        for mirror in kind.mirrors:
+            asked = type(name, (kind,), {"mirrors": [mirror]})  # the same class with one mirror
+            try:
+                with sigterm_cleans_up(), tempfile.TemporaryDirectory(dir=root) as folder:
+                    asked(folder, download=True)
+                    raw.mkdir(parents=True, exist_ok=True)
+                    for file in IDX_FILES:
+                        os.replace(Path(folder) / name / "raw" / file, raw / file)
+                return None
+            except (RuntimeError, OSError, http.client.HTTPException) as error:
+                last_line = (str(error).strip() or repr(error)).splitlines()[-1]
+                reasons.append(f"{mirror}: {last_line}")
+    except OSError as error:  # no permission, no space
+        reasons.append(str(error))
+    finally:
+        socket.setdefaulttimeout(default)
+    return "; ".join(reasons)
+
+
+# ------------------------------------------------------------------------- a stream from disk
+
+
+class DigitStream(IterableDataset):
+    """Batches straight from two IDX files, for those that do not fit in memory.
+
+    A file that is larger than memory cannot be read in random order: each image would be a jump of
+    the disk. It is walked through from its first image to its last, and shuffled on the way through
+    a buffer: some indices wait, batches are drawn from those at random, and new ones move up. Here
+    10 images go through a buffer of 4 in batches of 2:
+
+        0 1 2 3              too few to draw from
+        2 6 0 4 7 1 3 5      four more, and all shuffled: [2 6] and [0 4] go out, four stay
+        8 3 1 9 5 7          the last two, and all shuffled: [8 3], [1 9] and [5 7] go out
+
+    So a sample comes at most about two buffers before its turn, and what waits in memory are
+    indices, not images.
+
+    Each worker of each rank walks through all indices, in an order that is a function of
+    (seed, epoch), and reads the images of its own batches alone: every sample comes once, for any
+    number of workers and ranks, and nobody has to talk to anybody.
+
+    files       paths of images and labels, unpacked. They are mapped anew for each batch: what was
+                read through an old map can then be given back to the system
+    total       the first so many samples are used
+    left_out    int64 indices below `total`, each once, to leave out: the validation set
+    augment, seed, world_size, rank    as in Digits and EpochSampler
+    buffer      should exceed the longest run of one class in the file
+    set_epoch   call it before each epoch. `start` is how many samples of this rank were seen
+                already, a multiple of batch_size; it holds until the next call
+    padding     0 or 1: how many samples at the end of this rank's last batch are padding
+    yields      images float (B, 1, 28, 28) in 0..1, labels int64 (B,); len() counts batches
+    raises      DataError if a file is not there, unpacked
+
+    Needs: math, torch, Path, IterableDataset, get_worker_info;
+    DataError, read_idx, gather_batch, mix.
+    """
+
+    def __init__(
+        self, files, total, batch_size,
+        left_out=(), augment=False, seed=0, world_size=1, rank=0, buffer=9999,
+    ):
+        for file in files:
+            if not Path(file).is_file():
+                raise DataError(f"{file}: not there; a stream reads unpacked files: gunzip")
+        self.files = files
+        self.total = total
+        self.batch_size = batch_size
+        self.left_out = torch.as_tensor(left_out, dtype=torch.int64)
+        self.augment = augment
+        self.seed = seed
+        self.world_size = world_size
+        self.rank = rank
+        self.buffer = buffer
+        self.epoch = 0
+        self.start = 0
+        self.size = total - len(self.left_out)
+        remainder = self.size % world_size
+        self.padding = 0
+        if remainder > 0 and rank >= remainder:
+            self.padding = 1
+
+    def set_epoch(self, epoch, start=0):
+        if start % self.batch_size != 0:
+            raise ValueError(f"start {start} is no multiple of the batch size {self.batch_size}")
+        self.epoch = epoch
+        self.start = start
+
+    def __len__(self):
+        return math.ceil(self.size / (self.batch_size * self.world_size))
+
+    def __iter__(self):
+        worker = get_worker_info()
+        number_of_workers = worker.num_workers if worker else 1
+        this_worker = worker.id if worker else 0
+        first = self.start // self.batch_size
+        for number, indices in enumerate(self.batches_of_indices()):
+            if number < first or (number - first) % number_of_workers != this_worker:
+                continue  # trained on already, or another worker's
+            missing = -len(indices) % self.world_size  # as in EpochSampler; 0 but in the last batch
+            indices = torch.cat([indices, indices[:1].expand(missing)])
+            images = read_idx(self.files[0], dims=3).unsqueeze(1)  # (N, 1, 28, 28), not yet read
+            labels = read_idx(self.files[1], dims=1)
+            own = indices[self.rank :: self.world_size]  # (B,)
+            images, labels = gather_batch(images, labels, own, self.augment, self.seed, self.epoch)
+            yield images, labels.long()
+
+    def batches_of_indices(self):
+        """Yields the epoch's shuffled indices, each time as many as all ranks take together."""
+        generator = torch.Generator().manual_seed(mix(self.seed, self.epoch))
+        step = self.batch_size * self.world_size
+        waiting = torch.empty(0, dtype=torch.int64)
+        for start in range(0, self.total, self.buffer):
+            new = torch.arange(start, min(start + self.buffer, self.total))
+            new = new[~torch.isin(new, self.left_out)]
+            waiting = torch.cat([waiting, new])
+            waiting = waiting[torch.randperm(len(waiting), generator=generator)]
+            at_the_end = start + self.buffer >= self.total
+            while len(waiting) >= self.buffer + step or (at_the_end and len(waiting) > 0):
+                yield waiting[:step]
+                waiting = waiting[step:]
+
+
+# ------------------------------------------------------------------------------------ pictures
+
+
+def save_pictures(path, images, heat=None):
+    """Writes images as one PNG, in a grid of eight columns, each four times as large.
+
+    With `heat` one sees where a network has looked: a patch of 4 x 4 pixels gets the redder, the
+    larger its number is, and each picture's largest is full red.
+
+    images  float (B, C, H, W) in 0..1; of 3 channels they are red, green and blue, of any other
+            number their mean is shown, in grey
+    heat    float (B, P), at least 0: a number for each patch, numbered as in cut_patches
+
+    Needs: F, torch.
+    """
+    from torchvision.utils import save_image  # here, for it takes a second
+
+    B, C, H, W = images.shape
+    images = images.float().cpu()
+    if C != 3:
+        images = images.mean(1, keepdim=True).expand(B, 3, H, W)
+    images = F.interpolate(images, scale_factor=4)  # (B, 3, 4H, 4W), each pixel as 4 x 4
+    if heat is not None:
+        heat = heat.float().cpu()
+        heat = heat / heat.amax(1, keepdim=True).clamp(min=1e-9)  # (B, P) in 0..1
+        heat = heat.view(B, 1, H // 4, W // 4)
+        heat = F.interpolate(heat, scale_factor=16)  # (B, 1, 4H, 4W)
+        dark = images * (1 - 0.6 * heat)
+        red = (images[:, :1] + heat).clamp(max=1)
+        images = torch.cat([red, dark[:, 1:]], dim=1)
+    save_image(images, path, nrow=8, padding=8, pad_value=0.5)
+
+
 if __name__ == "__main__":
-    images, labels, classes = load_mnist(SAMPLE)
-    print(f"images {images.dtype} {tuple(images.shape)}, labels {labels.dtype} {tuple(labels.shape)}, {classes}")
-    for augmented in (False, True):  # three digits, and the same three augmented
-        three, _ = Digits(images, labels, classes, augmented).__getitems__([3, 4, 5])
-        for row in zip(*three[:, 0, 2:26, 2:26].tolist()):
-            print("   ".join("".join(" .:-=+*#%@"[min(9, int(10 * pixel))] for pixel in digit) for digit in row))
+    (images, labels), _, about = load_dataset("sample", "data")
+    print(f"images {images.dtype} {tuple(images.shape)}")
+    print(f"labels {labels.dtype} {tuple(labels.shape)}")
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    for augmented in (False, True):
+        three, _ = Digits(images, labels, about["classes"], augmented).__getitems__([3, 4, 5])
+        print("as they are" if not augmented else "the same three, augmented")
+        for y in range(2, 26):
+            lines = []
+            for x_values in three[:, 0, y, 2:26].tolist():
+                lines.append("".join(" .:-=+*#%@"[min(9, int(10 * pixel))] for pixel in x_values))
+            print("   ".join(lines))

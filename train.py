@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -118,6 +119,15 @@ def build_model(args, classes):
     return networks.quantize(model, args.quant_bits) if args.quant_bits else model
 
 
+def collate_of(args, mean, std):
+    """The collate function that feeds the network. Needs: data, partial."""
+    if args.model == "cnn":
+        return partial(data.collate_images, mean=mean, std=std)
+    if args.tokens == "packed":
+        return partial(data.collate_packed, mean=mean, std=std)
+    return partial(data.collate_tokens, mean=mean, std=std, blank=args.tokens == "all")
+
+
 # ---------------------------------------------------------------------------------------------------- the loop
 
 LOSS, CORRECT, SAMPLES, NORM, TAKEN, FINITE = range(6)  # what is summed over an epoch, in one tensor on the device
@@ -135,6 +145,8 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
     model.train()
     order = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
     order.set_epoch(state["epoch"])  # without it every epoch has the order of the first
+    if hasattr(loader.dataset, "set_epoch"):  # and the draws of the first
+        loader.dataset.set_epoch(state["epoch"])
     batches = iter(loader)
     if state["batch"]:  # a resumed epoch: pass over what was trained on before it stopped
         rng = utils.rng_state(device)
@@ -152,7 +164,9 @@ def train_one_epoch(model, loader, optimizer, scaler, state, args, device, show=
         before = time.perf_counter()
         window = list(islice(batches, args.accum))  # at the end of an epoch a short one: dropped batches are lost data
         waited += time.perf_counter() - before
-        count = sum((labels >= 0).sum().item() for _, labels in window)  # a label -100 is nobody's: data.EpochSampler
+        if index == windows - 1 and getattr(order, "padding", 0):
+            window[-1][1][-order.padding :] = -100  # cross_entropy leaves out the sample that fills up this rank's epoch
+        count = sum((labels >= 0).sum().item() for _, labels in window)
         counts = utils.gather_over_ranks(count) if index == windows - 1 else [count]  # before the last all are equal
         seen += count
 
@@ -278,16 +292,19 @@ def main(argv=None):
             size, full = path.stat().st_size, 4 * networks.count_parameters(model)
             return say(f"{path}: {size:,} bytes, {size / full:.3f} of its weights in float32")
 
-        name, train, test = data.load_dataset(args.dataset, args.data_dir, utils.once_per_machine, say)
+        (images, labels), test, about = data.load_dataset(
+            args.dataset, args.data_dir, True, utils.once_per_machine, say
+        )
+        name, classes = about["name"], about["classes"]
         few = 2 * args.batch_size * world_size if args.dry_run else None  # [:None] is everything
-        (images, labels, classes), test_set = train, data.Digits(test[0][:few], test[1][:few], train[2])
+        test_set = data.Digits(test[0][:few], test[1][:few], classes)
         N = len(images[:few])
         if args.stream:  # held out evenly from the whole file: a list of what is left would grow with it
             val_part = torch.linspace(0, N - 1, min(args.val_size, N // 12), dtype=torch.float64).long()
             raw = (data.SAMPLE / "MNIST" if name == "sample" else Path(args.data_dir) / name) / "raw"
             files = [raw / file for file in data.IDX_FILES[:2]]
             train_set = data.DigitStream(files, N, args.batch_size, val_part, args.augment, args.seed, world_size, rank)
-            val_set = torch.cat([data.read_idx(files[0], 3)[part] for part in val_part.split(8)])  # a few pages a map
+            val_set = torch.cat([data.read_idx(files[0], 3)[part] for part in val_part.split(8)]).unsqueeze(1)  # few pages
         else:
             train_part, val_part = data.split_validation(N, args.val_size, args.seed)
             train_set = data.Digits(images[train_part], labels[train_part], classes, args.augment, args.seed)
@@ -310,8 +327,9 @@ def main(argv=None):
                 raise ValueError(f"--teacher {args.teacher}: a {type(teacher).__name__} takes other inputs")
 
     pin = device.type == "cuda"
-    sampler = None if args.stream else data.EpochSampler(train_set.labels, args.seed, world_size, rank, args.balanced)
-    collate = data.COLLATES["images" if args.model == "cnn" else args.tokens]
+    weighed = train_set.labels if args.balanced else None
+    sampler = None if args.stream else data.EpochSampler(len(train_set), args.seed, world_size, rank, weighed)
+    collate = collate_of(args, about["mean"], about["std"])
     train_loader = data.make_loader(train_set, args.batch_size, sampler, args.workers, pin, args.seed + rank, collate)
     # Evaluation deals each sample to one rank. A DistributedSampler would repeat some to make the ranks equal.
     deal = lambda part: data.make_loader(part, 500, range(rank, len(part), world_size), 0, pin, collate=collate)
@@ -329,7 +347,7 @@ def main(argv=None):
         model.compile()  # in place: torch.compile(model) would put _orig_mod. before every key of the checkpoint
 
     # Stands beside every accuracy, so that nobody takes one data set for the other.
-    title = lambda part: f"({name}, {facts[part]:,} {'images' if name == 'FashionMNIST' else 'digits'})"
+    title = lambda part: f"({name}, {facts[part]:,} {about['items']})"
     report = lambda result, of: say(f"test accuracy {100 * result['accuracy']:.2f} % {title('test')}, "
                                     f"loss {result['loss']:.4f}: {of}")
     if args.evaluate:
@@ -339,7 +357,7 @@ def main(argv=None):
             report(result, args.evaluate + f", weights of {args.quant_bits} bits" * bool(args.quant_bits))
             if args.pictures and args.model == "attention" and rank == 0:
                 images, labels = test_set.__getitems__(range(min(32, len(test_set))))
-                batch = utils.to_device(data.collate_tokens((images, labels), args.tokens == "all")[0], device)
+                batch = utils.to_device(data.collate_tokens((images, labels), about["mean"], about["std"], args.tokens == "all")[0], device)
                 utils.attention_picture(Path(args.evaluate).with_name("attention.png"), model, batch, images)
         return
 

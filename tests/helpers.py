@@ -26,6 +26,8 @@ import utils
 
 ROOT = Path(__file__).resolve().parent.parent
 
+NORM = {"mean": [0.1307], "std": [0.3081]}  # of MNIST's training images, in 0..1
+
 PATIENCE = 900  # seconds after which a process that hangs is ended; nothing that works waits for it, on any machine
 
 FORKS = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
@@ -65,7 +67,7 @@ def repeated_sample(n, augment):
     """Digits of n images: the training part of the bundled sample, as often as it takes."""
     images, labels, classes = data.load_mnist(data.SAMPLE)
     repeats = -(-n // len(images))
-    return data.Digits(images.repeat(repeats, 1, 1)[:n], labels.repeat(repeats)[:n], classes, augment)
+    return data.Digits(images.repeat(repeats, 1, 1, 1)[:n], labels.repeat(repeats)[:n], classes, augment)
 
 
 def training(digits, flags=""):
@@ -73,8 +75,9 @@ def training(digits, flags=""):
     args = train.parse_args(["--amp", "off", *flags.split()])
     network = train.build_model(args, digits.classes).to(memory_format=torch.channels_last)
     optimizer, scaler = utils.build_optimizer(network, args), torch.amp.GradScaler("cpu", enabled=False)
-    collate = data.COLLATES["images" if args.model == "cnn" else args.tokens]
-    loader = data.make_loader(digits, args.batch_size, data.EpochSampler(digits.labels), collate=collate)
+    loader = data.make_loader(
+        digits, args.batch_size, data.EpochSampler(len(digits)), collate=train.collate_of(args, **NORM)
+    )
     state = utils.new_state(10**6)  # without end
 
     def epoch():

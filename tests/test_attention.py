@@ -11,9 +11,11 @@ import torch.nn.functional as F
 
 import data
 import utils
+from helpers import NORM
 from model import AttentionClassifier, MaskedPooling, SimpleSelfAttention, TemperatureSoftmax, init_weights, unpack
 
 KERNELS = pytest.mark.parametrize("kernel", ["manual", "fused"])
+collate_tokens, collate_packed = (partial(collate, **NORM) for collate in (data.collate_tokens, data.collate_packed))
 GATES = torch.arange(7) < torch.tensor([3, 1, 5, 7])[:, None]  # (4, 7): lengths 3, 1, 5, 7
 
 
@@ -203,12 +205,12 @@ def test_worked_examples_are_what_the_code_prints():
 
 def test_tokens_are_the_inked_patches_in_their_places():
     images, labels = digits(range(200))
-    (tokens, positions, mask), same = data.collate_tokens((images, labels))
+    (tokens, positions, mask), same = collate_tokens((images, labels))
     assert same is labels and mask.dtype == torch.bool and positions.dtype == torch.int64
     for image, token, position, real in zip(images, tokens, positions, mask):
         rebuilt = torch.zeros(28, 28)
         for patch, place in zip(token[real], position[real].tolist(), strict=True):  # by hand, patch by patch
-            rebuilt[place // 7 * 4 :, place % 7 * 4 :][:4, :4] = patch.view(4, 4) * data.STD + data.MEAN
+            rebuilt[place // 7 * 4 :, place % 7 * 4 :][:4, :4] = patch.view(4, 4) * 0.3081 + 0.1307
         assert (rebuilt - image[0]).abs().max() < 1e-6
     inked = F.max_pool2d(images, 4).flatten(1) > 0
     assert torch.equal(mask.sum(1), inked.sum(1)) and mask.shape[1] == inked.sum(1).max()
@@ -218,10 +220,10 @@ def test_tokens_are_the_inked_patches_in_their_places():
 
 def test_all_patches_and_unusual_memory():
     images, labels = digits(range(20))
-    (tokens, positions, mask), _ = data.collate_tokens((images, labels), blank=True)
+    (tokens, positions, mask), _ = collate_tokens((images, labels), blank=True)
     assert tokens.shape == (20, 49, 16) and mask.all() and positions.tolist() == [list(range(49))] * 20
     for strange in (images.to(memory_format=torch.channels_last), images.transpose(2, 3).contiguous().transpose(2, 3), images[::1]):
-        for collate in (data.collate_tokens, data.collate_packed):
+        for collate in (collate_tokens, collate_packed):
             for ours, theirs in zip(collate((strange, labels))[0], collate((images, labels))[0], strict=True):
                 assert torch.equal(ours, theirs)
 
@@ -250,7 +252,7 @@ def test_packed_gives_the_logits_and_gradients_of_padded(kernel):
     batch, network, results = digits(range(64)), classifier(kernel), []
     batch[0][5] = 0  # one without ink, and the last
     batch[0][63] = 0
-    for collate in (data.collate_packed, data.collate_tokens):
+    for collate in (collate_packed, collate_tokens):
         logits = network(collate(batch)[0])
         results.append([logits, *torch.autograd.grad(F.cross_entropy(logits, batch[1]), list(network.parameters()))])
     error = largest(*results)
@@ -262,7 +264,7 @@ def test_packed_gives_the_logits_and_gradients_of_padded(kernel):
 @pytest.mark.parametrize("training", [True, False])
 def test_padding_never_moves_the_logits(kernel, training):  # M01, M02
     network = classifier(kernel).train(training)
-    (tokens, positions, mask), _ = data.collate_tokens(digits(range(16)))
+    (tokens, positions, mask), _ = collate_tokens(digits(range(16)))
     together = network((tokens, positions, mask))
     for i in range(16):
         n = mask[i].sum()
@@ -286,7 +288,7 @@ def test_padding_never_moves_the_logits(kernel, training):  # M01, M02
 @KERNELS
 def test_one_fully_masked_row_leaves_the_others_alone(kernel):  # M01
     network = classifier(kernel)
-    (tokens, positions, mask), labels = data.collate_tokens(digits(range(8)))
+    (tokens, positions, mask), labels = collate_tokens(digits(range(8)))
     mask[3] = False
     logits = network((tokens, positions, mask))
     F.cross_entropy(logits, labels).backward()
@@ -301,7 +303,7 @@ def test_a_place_that_does_not_exist_is_an_error():
         network((torch.zeros(1, 2, 16), torch.tensor([[3, 49]]), mask))
 
 
-@pytest.mark.parametrize("collate", [data.collate_tokens, data.collate_packed])
+@pytest.mark.parametrize("collate", [collate_tokens, collate_packed])
 def test_gradient_checkpointing_gives_the_same_gradients(collate):
     inputs, labels = collate(digits(range(16)))
     results, stored = [], []
@@ -320,7 +322,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(collate):
 
 def test_positions_count_and_order_does_not():
     network = classifier()
-    (tokens, positions, mask), _ = data.collate_tokens(digits(range(4)))
+    (tokens, positions, mask), _ = collate_tokens(digits(range(4)))
     logits = network((tokens, positions, mask))
     shuffled = torch.randperm(mask.shape[1])
     assert (network((tokens[:, shuffled], positions[:, shuffled], mask[:, shuffled])) - logits).abs().max() < 1e-5
@@ -333,7 +335,7 @@ def test_init_weights_by_apply():
     assert layers[1].weight.std().item() == pytest.approx(0.5, rel=0.05) and layers[2].weight.eq(1).all()
 
 
-@pytest.mark.parametrize("collate", [data.collate_packed, partial(data.collate_tokens, blank=True)])
+@pytest.mark.parametrize("collate", [collate_packed, partial(collate_tokens, blank=True)])
 def test_overfits_a_tiny_batch(collate):
     inputs, labels = collate(digits(range(16)))
     network = classifier()
@@ -352,7 +354,7 @@ def test_picture_of_attention(tmp_path):
 
     images, labels = digits(range(5))
     images[4] = 0
-    batch, _ = data.collate_tokens((images, labels))
+    batch, _ = collate_tokens((images, labels))
     utils.attention_picture(tmp_path / "a.png", classifier(), batch, images)
     picture = Image.open(tmp_path / "a.png")
     assert picture.mode == "RGB" and picture.size == (5 * 120 + 8, 128)

@@ -4,16 +4,17 @@ import csv
 import json
 import struct
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 import data
 import train
 import utils
-from helpers import LAST_LOOK, SIGNAL_AT, run_program, torchrun, write_mnist
+from helpers import LAST_LOOK, NORM, SIGNAL_AT, run_program, torchrun, write_mnist
 from model import SimpleCNN
 
 FLAGS = ["--data-dir", "data", "--width", "4", "--no-augment", "--dropout", "0", "--epochs", "2"]
@@ -63,6 +64,7 @@ def test_processes_train_as_one_with_the_whole_batch(ranks, each, folder):
 
 WORKER = """
 import os, sys, torch, torch.distributed as dist
+from functools import partial
 import data, train, utils
 from model import SimpleCNN
 from torch.nn.parallel import DistributedDataParallel
@@ -79,7 +81,7 @@ def run_ranks(ranks, body, folder):
 
 
 def test_gradients_are_exchanged_once_a_window_and_evaluation_counts_no_sample_twice(folder):
-    """13 samples, batch 2, accumulation 3, two ranks: rank 0 has seven samples, rank 1 six. And P02."""
+    """13 samples, batch 2, accumulation 3, two ranks: rank 0 has seven samples, rank 1 six."""
     status, out, err = run_ranks(2, """
         images, labels, classes = data.load_mnist(data.SAMPLE)
         digits = data.Digits(images[:13], labels[:13], classes)
@@ -94,7 +96,8 @@ def test_gradients_are_exchanged_once_a_window_and_evaluation_counts_no_sample_t
             return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
         network.register_comm_hook(None, count)
         optimizer, off = torch.optim.SGD(network.parameters(), lr=0.0), torch.amp.GradScaler("cpu", enabled=False)
-        loader = data.make_loader(digits, 2, data.EpochSampler(digits.labels, 0, 2, rank))
+        collate = partial(data.collate_images, mean=[0.1307], std=[0.3081])
+        loader = data.make_loader(digits, 2, data.EpochSampler(13, 0, 2, rank), collate=collate)
         seen = []
         grads = lambda: seen.append([p.grad.clone() for p in network.parameters()])
         train.train_one_epoch(network, loader, optimizer, off, utils.new_state(2), args, device, after_step=grads)
@@ -102,7 +105,7 @@ def test_gradients_are_exchanged_once_a_window_and_evaluation_counts_no_sample_t
         class Three(torch.nn.Module):
             def forward(self, x):
                 return torch.nn.functional.one_hot(torch.full((len(x),), 3), 10).float() * 9
-        result = train.evaluate(Three(), data.make_loader(five, 2, range(rank, 5, 2)), device)
+        result = train.evaluate(Three(), data.make_loader(five, 2, range(rank, 5, 2), collate=collate), device)
         torch.save({"grads": seen, "exchanges": len(exchanges), "result": result}, f"rank{rank}.pt")
     """, folder)
     assert status == 0, err
@@ -111,7 +114,7 @@ def test_gradients_are_exchanged_once_a_window_and_evaluation_counts_no_sample_t
     digits = data.Digits(images[:13], labels[:13], classes)
     torch.manual_seed(0)
     network = SimpleCNN(2, dropout=0.0)
-    x, y = data.collate_images(digits.__getitems__(list(data.EpochSampler(digits.labels))))
+    x, y = data.collate_images(digits.__getitems__(list(data.EpochSampler(13))), **NORM)
     for grads, part in zip(found["grads"], (slice(0, 12), slice(12, 13)), strict=True):
         network.zero_grad()
         torch.nn.functional.cross_entropy(network(x[part]), y[part], label_smoothing=0.05).backward()
@@ -127,7 +130,7 @@ def test_gradients_are_exchanged_once_a_window_and_evaluation_counts_no_sample_t
 
 
 @pytest.mark.parametrize("train_size, batch", [(5, 2), (1, 4)])
-def test_fewer_samples_than_a_batch_of_all_ranks_ends(train_size, batch, tmp_path):  # P04
+def test_fewer_samples_than_a_batch_of_all_ranks_ends(train_size, batch, tmp_path):
     write_mnist(tmp_path / "data", train=train_size, test=3)
     status, out, err = run_program(*FLAGS, "--batch-size", batch, "--out", "run", cwd=tmp_path, ranks=2)
     assert status == 0, err
@@ -135,13 +138,13 @@ def test_fewer_samples_than_a_batch_of_all_ranks_ends(train_size, batch, tmp_pat
     assert utils.load_checkpoint(tmp_path / "run/last.pt")["metrics"][0]["train_loss"] > 1
 
 
-def test_a_rank_that_fails_ends_the_run_with_its_own_error(folder):  # P04
+def test_a_rank_that_fails_ends_the_run_with_its_own_error(folder):
     fail = "import os, train\ndef broken(*args, real=train.F.cross_entropy, **kwargs):\n    if os.environ['RANK'] == '1' and kwargs.get('label_smoothing'):\n        raise RuntimeError('rank one has a bad day')\n    return real(*args, **kwargs)\ntrain.F.cross_entropy = broken"
     status, out, err = torchrun(*FLAGS, "--out", "run", cwd=folder, ranks=2, before=fail)
     assert status != 0 and "rank one has a bad day" in err
 
 
-def test_sync_bn_on_cpus_is_plain_batch_norm_and_one_line(folder):  # P06
+def test_sync_bn_on_cpus_is_plain_batch_norm_and_one_line(folder):
     status, out, err = run_program(*FLAGS, "--norm", "batch", "--sync-bn", "--batch-size", "8", "--out", "run", cwd=folder, ranks=2)
     assert status == 0 and out.count("--sync-bn") == 1, err
     accuracy = rows_of("run")[1]["test_accuracy"]
@@ -168,7 +171,7 @@ def test_norms_are_torchs_and_none_adds_nothing(norm):
     assert network(images[:1]).shape == (1, 10)
 
 
-def test_batch_norm_with_a_batch_of_one(tmp_path, monkeypatch, capfd):  # B01
+def test_batch_norm_with_a_batch_of_one(tmp_path, monkeypatch, capfd):
     write_mnist(tmp_path / "data", train=9, test=5)
     monkeypatch.chdir(tmp_path)
     flags = ["--data-dir", "data", "--norm", "batch", "--width", "4", "--epochs", "1", "--val-size", "0"]
@@ -212,21 +215,56 @@ def numbers(batch):
     images, labels = batch
     pixels = (images[:, 0, 0, :2] * 255).round().long()
     assert images.dtype == torch.float32 and images.shape[1:] == (1, 28, 28) and labels.dtype == torch.int64
-    return (pixels[:, 0] + 256 * pixels[:, 1])[labels >= 0].tolist()
+    return (pixels[:, 0] + 256 * pixels[:, 1]).tolist()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("workers", [0, 1, 2, 3, 12])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than CPUs, on purpose
-def test_stream_gives_every_item_once(workers, ranks, tmp_path):  # L06
+def test_stream_gives_every_item_once(workers, ranks, tmp_path):
     files, found, lengths = numbered(tmp_path, 10), [], []
     for rank in range(ranks):
         stream = data.DigitStream(files, 10, 2, world_size=ranks, rank=rank, buffer=4)
         batches = list(DataLoader(stream, None, num_workers=workers))
         assert len(batches) == len(stream)
         lengths.append([len(labels) for _, labels in batches])
-        found += [number for batch in batches for number in numbers(batch)]
+        own = [number for batch in batches for number in numbers(batch)]
+        assert all(0 <= number < 10 for number in own)
+        assert stream.padding == (1 if ranks == 3 and rank > 0 else 0)
+        found += own[: len(own) - stream.padding]
     assert sorted(found) == list(range(10)) and all(each == lengths[0] for each in lengths)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_stream_begins_where_it_stopped(workers, tmp_path):
+    files, stream = numbered(tmp_path, 50), None
+
+    def batches_of(epoch, **start):
+        stream.set_epoch(epoch, **start)
+        return [(numbers(batch), batch[0].tolist()) for batch in DataLoader(stream, None, num_workers=workers)]
+
+    stream = data.DigitStream(files, 50, 4, seed=2, world_size=2, rank=1, buffer=20)
+    whole = batches_of(3)
+    assert len(whole) == len(stream) == 7
+    assert batches_of(3, start=12) == whole[3:] and batches_of(3, start=28) == [] and batches_of(3) == whole
+    assert batches_of(4) != whole
+    with pytest.raises(ValueError, match="start 6 .* batch size 4"):
+        stream.set_epoch(3, start=6)
+
+
+def test_draws_of_a_stream_are_those_of_the_data_set_in_memory(tmp_path):
+    files = numbered(tmp_path, 20)
+    files[0].write_bytes(files[0].read_bytes()[:16] + (data.SAMPLE / "MNIST/raw" / files[0].name).read_bytes()[16 : 16 + 20 * 784])
+    files[1].write_bytes(struct.pack(">2I", 2049, 20) + bytes(range(20)))  # the label is the index
+    digits = data.Digits(data.read_idx(files[0], 3).unsqueeze(1), torch.arange(20), range(20), augment=True, seed=3)
+    for epoch in (0, 2):
+        digits.set_epoch(epoch)
+        for batch_size, workers in ((3, 0), (4, 2)):
+            stream = data.DigitStream(files, 20, batch_size, augment=True, seed=3)
+            stream.set_epoch(epoch)
+            for images, indices in data.make_loader(stream, 0, workers=workers):
+                expected, _ = digits.__getitems__(indices.tolist())
+                torch.testing.assert_close(images, expected, atol=1e-5, rtol=0)
 
 
 def test_stream_shuffles_within_its_buffer_repeats_and_differs_between_epochs(tmp_path):
@@ -235,7 +273,7 @@ def test_stream_shuffles_within_its_buffer_repeats_and_differs_between_epochs(tm
         for epoch in (0, 1):
             stream = data.DigitStream(files, 3000, 32, left_out=torch.arange(0, 3000, 12), buffer=500)
             stream.set_epoch(epoch)
-            order = [number for batch in data.make_loader(stream, 0, workers=workers, collate=list) for number in numbers(batch)]
+            order = [number for batch in data.make_loader(stream, 0, workers=workers) for number in numbers(batch)]
             assert orders.setdefault(epoch, order) == order  # the same for any number of workers
             assert sorted(order) == [i for i in range(3000) if i % 12]
     assert orders[0] != orders[1]
@@ -300,8 +338,9 @@ PEAK = """
     if sys.argv[4] == "stream":
         seen = sum(len(labels) for _, labels in data.DigitStream(files, count, 128))
     else:
-        digits = data.Digits(data.read_idx(files[0], 3).clone(), data.read_idx(files[1], 1).long(), range(10))
-        seen = sum(len(labels) for _, labels in data.make_loader(digits, 128, data.EpochSampler(digits.labels)))
+        images = data.read_idx(files[0], 3).unsqueeze(1).clone()
+        digits = data.Digits(images, data.read_idx(files[1], 1).long(), range(10))
+        seen = sum(len(labels) for _, labels in data.make_loader(digits, 128, data.EpochSampler(count)))
     assert seen == count
     status = open("/proc/self/status").read()  # ru_maxrss would begin with the parent's
     print(int(status.split("VmHWM:")[1].split()[0]) // 1024)
@@ -329,7 +368,7 @@ def test_balanced_on_a_subset_and_over_ranks():
     labels = torch.tensor([0] * 900 + [1] * 90 + [7] * 10)
     part = torch.randperm(1000, generator=torch.Generator().manual_seed(0))[:500]
     kept = labels[part]
-    ranks = [data.EpochSampler(kept, 0, 2, rank, balanced=True) for rank in (0, 1)]
+    ranks = [data.EpochSampler(500, 0, 2, rank, labels=kept) for rank in (0, 1)]
     drawn = torch.tensor([index for sampler in ranks for index in sampler])
     counts = kept[drawn].bincount(minlength=8)
     print(counts.tolist())
@@ -337,14 +376,14 @@ def test_balanced_on_a_subset_and_over_ranks():
 
 
 class Drawing(Dataset):
-    """Draws once from each kind of generator for each item."""
+    """Draws once from each kind of generator for each item; its own are in a transform, as a fork may have them."""
 
     def __init__(self):
         import random
 
         import numpy as np
 
-        self.own_random, self.own_numpy, self.own_torch = random.Random(0), np.random.default_rng(0), torch.Generator().manual_seed(0)
+        self.transform = partial(self.draw, random.Random(0), np.random.default_rng(0), generator=torch.Generator().manual_seed(0))
 
     def __len__(self):
         return 4
@@ -354,14 +393,16 @@ class Drawing(Dataset):
 
         import numpy as np
 
-        return torch.tensor([
-            random.random(), np.random.random(), torch.rand(()), self.own_random.random(), self.own_numpy.random(), torch.rand((), generator=self.own_torch),
-        ])
+        return torch.tensor([random.random(), np.random.random(), torch.rand(()), *self.transform()])
+
+    @staticmethod
+    def draw(own_random, own_numpy, generator):
+        return own_random.random(), own_numpy.random(), torch.rand((), generator=generator)
 
 
-def test_draws_differ_between_workers_and_epochs_and_repeat_with_the_seed():  # L01
+def test_draws_differ_between_workers_and_epochs_and_repeat_with_the_seed():
     def draws(seed):
-        loader = data.make_loader(Drawing(), 2, workers=2, seed=seed, collate=torch.stack)
+        loader = data.make_loader(Subset(Drawing(), range(4)), 2, workers=2, seed=seed)
         return torch.cat([batch for _ in range(2) for batch in loader])  # 2 epochs x 2 workers x 2 items
 
     first = draws(5)

@@ -1,6 +1,7 @@
 """Quantization: against torch.fake_quantize_*, the stated surrogate, and files of the size that is claimed."""
 
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 import data
 import train
 import utils
-from helpers import write_mnist
+from helpers import NORM, write_mnist
 from model import (
     AttentionClassifier, QuantActivation, QuantConv2d, QuantLinear, RoundSTE, SimpleCNN, fake_quantize, pack_weights,
     quantization_scale, quantize, unpack_weights,
@@ -278,7 +279,7 @@ def test_teacher_is_normalised_as_the_loss_is(folder):
     digits = data.Digits(images[:12], labels[:12], classes)
     torch.manual_seed(0)
     teacher, start = SimpleCNN(4).eval().requires_grad_(False), SimpleCNN(4, dropout=0.0).state_dict()
-    x, y = data.collate_images(digits.__getitems__(range(12)))
+    x, y = data.collate_images(digits.__getitems__(range(12)), **NORM)
     expected = SimpleCNN(4, dropout=0.0)
     expected.load_state_dict(start)
     logits = expected(x)
@@ -289,7 +290,7 @@ def test_teacher_is_normalised_as_the_loss_is(folder):
         network = SimpleCNN(4, dropout=0.0)
         network.load_state_dict(start)
         optimizer, off = torch.optim.SGD(network.parameters(), lr=0.0), torch.amp.GradScaler("cpu", enabled=False)
-        loader = data.make_loader(digits, batch, data.EpochSampler(digits.labels))
+        loader = data.make_loader(digits, batch, data.EpochSampler(12), collate=partial(data.collate_images, **NORM))
         row = train.train_one_epoch(network, loader, optimizer, off, utils.new_state(1), args, torch.device("cpu"), teacher=teacher)
         assert row["train_loss"] == pytest.approx(loss.item(), rel=1e-5)
         for ours, theirs in zip(network.parameters(), expected.parameters(), strict=True):

@@ -1,5 +1,6 @@
 """train.py: the loop's arithmetic, against numbers worked out by hand."""
 
+import functools
 import math
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 import data
 import train
 import utils
+from helpers import NORM
 
 CPU = torch.device("cpu")
 
@@ -222,14 +224,18 @@ def digits():
     return data.Digits(images[:300], labels[:300], classes)
 
 
+def loader_of_digits(digits, batch_size, sampler=None):
+    return data.make_loader(digits, batch_size, sampler, collate=functools.partial(data.collate_images, **NORM))
+
+
 def test_evaluation_is_the_same_for_all_batch_sizes(digits):
     torch.manual_seed(0)
     model = train.networks.SimpleCNN(8)
-    results = [train.evaluate(model, data.make_loader(digits, size), CPU) for size in (1, 7, 256, 300)]
-    results.append(train.evaluate(model, data.make_loader(digits, 7, torch.randperm(300).tolist()), CPU))  # shuffled
+    results = [train.evaluate(model, loader_of_digits(digits, size), CPU) for size in (1, 7, 256, 300)]
+    results.append(train.evaluate(model, loader_of_digits(digits, 7, torch.randperm(300).tolist()), CPU))  # shuffled
     model.eval()
     with torch.no_grad():
-        logits = model(data.normalize(digits.images.unsqueeze(1) / 255))
+        logits = model(data.normalize(digits.images / 255, **NORM))
     for result in results:
         assert result["accuracy"] == (logits.argmax(1) == digits.labels).double().mean().item()
         assert result["loss"] == pytest.approx(F.cross_entropy(logits, digits.labels).item(), abs=1e-6)
@@ -245,7 +251,7 @@ def test_evaluation_leaves_the_model_as_it_was(training, digits):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     seen = []
     model.register_forward_hook(lambda module, inputs, output: seen.append((module.training, output.requires_grad)))
-    train.evaluate(model, data.make_loader(digits, 100), CPU)
+    train.evaluate(model, loader_of_digits(digits, 100), CPU)
     assert model.training == training and seen == [(False, False)] * 3
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
@@ -278,7 +284,7 @@ def test_overfits_a_tiny_batch(device):
     args.amp = utils.pick_amp(None, device)  # with mixed precision on a GPU
     utils.set_seed(0)
     model = train.build_model(args, classes).to(device, memory_format=torch.channels_last)
-    optimizer, loader = utils.build_optimizer(model, args), data.make_loader(tiny, 16, data.EpochSampler(tiny.labels))
+    optimizer, loader = utils.build_optimizer(model, args), loader_of_digits(tiny, 16, data.EpochSampler(16))
     state = state_of(40)
     for state["epoch"] in range(40):
         train.train_one_epoch(model, loader, optimizer, off(), state, args, device)
