@@ -125,7 +125,7 @@ def read_idx(path, dims):
     size = len(content)
     header = 4 + 4 * dims
     if size < header:
-        raise DataError(f"{path}: at least {header} bytes expected, {size} found; remove it")
+        raise DataError(f"{path}: {header}+ bytes expected, {size} bytes found; remove it")
     expected_magic = 0x800 + dims
     magic, *shape = struct.unpack(f">{1 + dims}I", content[:header])
     if magic != expected_magic:

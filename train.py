@@ -120,7 +120,7 @@ def build_model(args, classes):
 
 
 def collate_of(args, mean, std):
-    """The collate function that feeds the network. Needs: data, partial."""
+    """The collate function that feeds the network."""
     if args.model == "cnn":
         return partial(data.collate_images, mean=mean, std=std)
     if args.tokens == "packed":
