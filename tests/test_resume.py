@@ -111,7 +111,7 @@ def test_fp16_scale_and_growth_counter_go_on(folder, monkeypatch):
     scaler = torch.amp.GradScaler
     monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(device, init_scale=2.0**20, growth_interval=3, enabled=enabled))
     expected = straight("--amp", "fp16")
-    resumed = stopped_and_resumed(monkeypatch, 4, "--amp", "fp16")
+    resumed = stopped_and_resumed(monkeypatch, 6, "--amp", "fp16")
     print("skipped", expected["skipped"], "scale", expected["scaler"]["scale"], "counter", expected["scaler"]["_growth_tracker"])
     assert expected["skipped"] > 0
     assert_same(expected, resumed)
