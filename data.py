@@ -358,8 +358,8 @@ def uniform_draws(seed, epoch, indices, count):
     x = cells * (0x9E3779B97F4A7C15 - 2**64) + mix(seed, epoch)
     x = (x ^ ((x >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ ((x >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64)
-    x = x ^ ((x >> 31) & (2**33 - 1))
-    # The upper 24 bits are a whole number from -2^23 to 2^23 - 1. A float32 holds it + 0.5 exactly.
+    # (The last step of mix changes lower bits alone.) The upper 24 bits are used: a whole number from
+    # -2^23 to 2^23 - 1, which a float32 holds exactly, also after + 0.5.
     return ((x >> 40).float() + 0.5) / 2**23
 
 
