@@ -76,11 +76,14 @@ class DataError(ValueError):
 
 
 def read_bytes(path):
-    """Returns (bytes of `path`, path), or of `path`.gz unpacked if only that one is there.
+    """Reads `path`, or unpacks `path`.gz if only that is there: (bytes, the path that was read).
 
-    A plain file is mapped into memory: the system reads a page of it when somebody looks at it,
-    so that a file larger than memory can be used like a tensor in memory. DataError if it cannot
-    be read. Needs: gzip, mmap, zlib; DataError.
+    A plain file is mapped into memory: the system reads a page of it when somebody looks at it, so
+    that a file larger than memory can be used like a tensor in memory.
+
+    raises   DataError if there is no such file or it cannot be read
+
+    Needs: gzip, mmap, zlib; DataError.
     """
     packed = path.with_name(path.name + ".gz")
     try:
@@ -94,7 +97,7 @@ def read_bytes(path):
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{packed}: is no whole gzip file ({error}); remove it") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+        raise DataError(f"{error.filename or path}: cannot be read ({error.strerror})") from None
 
 
 def read_idx(path, dims):
@@ -111,8 +114,8 @@ def read_idx(path, dims):
         00 ...          60,000 x 28 x 28 pixels, row by row: 0 is black, 255 is white
 
     A file of labels has 01 in place of 03, one dimension, and then a byte for each label, 0 to 9.
-    A broken download is the usual reason for a crash in an hour, so everything is checked here,
-    where the file's name is known; torchvision's own reader ends with a bare assertion, if at all.
+    A broken file would else be noticed somewhere in the training, or never. So all of it is checked
+    here, where its name is known; torchvision's reader stops at a bare assertion, if it stops.
 
     path     a file, or its name without the .gz that is there
     dims     3 for images of 28 x 28 pixels, 1 for labels
@@ -353,13 +356,13 @@ def uniform_draws(seed, epoch, indices, count):
     """
     indices = torch.as_tensor(indices, dtype=torch.int64)
     cells = indices[:, None] * count + torch.arange(count)  # (B, count): which cell of the table
-    # The steps of mix, for all cells at once. Products of int64 wrap around, as they are to; the
+    # The steps of mix, for all cells at once. Products of int64 wrap around, as they should. The
     # constants lose 2^64, for int64 has a sign; `&` takes away the copies of it that >> brings in.
     x = cells * (0x9E3779B97F4A7C15 - 2**64) + mix(seed, epoch)
     x = (x ^ ((x >> 30) & (2**34 - 1))) * (0xBF58476D1CE4E5B9 - 2**64)
     x = (x ^ ((x >> 27) & (2**37 - 1))) * (0x94D049BB133111EB - 2**64)
-    # (The last step of mix changes lower bits alone.) The upper 24 bits are used: a whole number from
-    # -2^23 to 2^23 - 1, which a float32 holds exactly, also after + 0.5.
+    # The last step of mix is left out: it changes lower bits alone. The upper 24 bits are a whole
+    # number from -2^23 to 2^23 - 1, which a float32 holds exactly, also with 0.5 added.
     return ((x >> 40).float() + 0.5) / 2**23
 
 
@@ -369,10 +372,10 @@ def uniform_draws(seed, epoch, indices, count):
 class Digits(Dataset):
     """Pictures in memory, from which a DataLoader takes its batches: digits, or any of one size.
 
-    A DataLoader wants to know of a data set its length and its samples. It asks for them one by
-    one, dataset[5], dataset[2], ..., and stacks what it gets. For images as small as these that is
-    where the time goes: loaded so, an epoch of MNIST takes 10.8 s. With one indexing operation for
-    a whole batch it takes 0.2 s. A DataLoader prefers that way if the data set has __getitems__:
+    A DataLoader asks a data set for its length, and for its samples one by one: dataset[5],
+    dataset[2], ..., and stacks what it gets. With images as small as these that is where the time
+    goes: MNIST's 60,000, one after the other as PIL pictures, take 10.8 s. With one indexing
+    operation for each batch they take 0.2 s. If a data set has __getitems__, a DataLoader uses it:
 
         dataset.__getitems__([5, 2, 7])  ->  images float (3, C, H, W) in 0..1, labels (3,)
         dataset[5]                       ->  image float (C, H, W), label (): a batch of one
@@ -476,7 +479,7 @@ def augment(images, draws, shift=2.0, degrees=10.0, scale=0.1):
     dy = draws[:, 1] * shift * 2 / H
     angle = draws[:, 2] * math.radians(degrees)
     zoom = 1 + draws[:, 3] * scale
-    cos = torch.cos(angle) / zoom  # a result twice as large comes from half the image: divided
+    cos = torch.cos(angle) / zoom  # for what is drawn twice as large comes from half the image
     sin = torch.sin(angle) / zoom
     x = ((torch.arange(W) * 2 + 1) / W - 1).view(1, 1, W)  # the centres of the pixels
     y = ((torch.arange(H) * 2 + 1) / H - 1).view(1, H, 1)
@@ -510,9 +513,9 @@ def normalize(images, mean, std):
 def collate_images(batch, mean, std):
     """Normalizes a batch of images: what a network of convolutions takes.
 
-    A collate function makes a batch of what the data set gave. It has to be a function with a name
-    at the top of a file, for a worker process that does not begin as a copy of this one (on macOS,
-    on Windows) looks it up by that name; a lambda has none. Arguments come by functools.partial:
+    A collate function makes a batch of what the data set gave. It has to have a name at the top of
+    a file: a worker process that does not begin as a copy of this one (as on macOS and Windows)
+    looks it up by that name, and a lambda has none. functools.partial gives it its arguments:
 
         make_loader(dataset, 128, collate=partial(collate_images, mean=[0.1307], std=[0.3081]))
 
@@ -598,10 +601,10 @@ def collate_packed(batch, mean, std, blank=False):
                 b b b b b         1 1 1 1 1    segments  0 0 0 1 1 1 1 1
 
     Padded is what every layer understands, but the two dots are computed like all others and then
-    thrown away. Packed computes 8 tokens in place of 10 (with real digits 18.5 in place of about 30
-    for each image), but whatever looks from token to token, as attention does, has to know where a
-    sample ends. The mask is the same in both: it tells how many tokens each sample has, and where
-    they go if they are padded.
+    thrown away. Packed computes 8 tokens in place of 10, and with real digits, in batches of 128,
+    18.5 an image in place of 27. But whatever looks from token to token, as attention does, has to
+    know where a sample ends. The mask is the same in both: it tells how many tokens each sample
+    has, and where they go if they are padded.
 
     batch      images float (B, C, H, W) in 0..1, labels (B,), from Digits; H and W multiples of 4
     mean, std  as in normalize
@@ -783,8 +786,8 @@ def make_loader(
         workers    dataset.__getitems__([5, 2, 7]), then collate, each for a batch of its own
         loop       for inputs, labels in loader: the batches, in the sampler's order
 
-    Data in memory are loaded fastest without workers: a batch of MNIST takes about a millisecond,
-    and to bring it from another process takes longer. Workers pay off with a slow transform.
+    Data in memory are loaded fastest without workers, for a batch that another process has made
+    must still be brought here. Workers pay off with a slow transform.
 
     dataset     Digits, a DigitStream, or any other; without a sampler its order is 0, 1, 2 ...
     workers     processes that load; 0: this one does
@@ -837,7 +840,7 @@ def seed_worker(worker_id):
 
 
 # =============================================================================================
-# Extras: what follows is for a few. Nothing above gets clearer by reading it.
+# Extras: what follows is for a few, and nothing above needs it to be understood.
 # =============================================================================================
 
 # ---------------------------------------------------------------------- a transform that draws
@@ -854,7 +857,7 @@ def generators_in(thing):
     Needs: random, torch, partial, ModuleType.
     """
     found = []
-    seen = {}  # by id; it holds the objects, too, for the id of one that is gone is given away again
+    seen = {}  # objects by id; held here, for Python gives the id of one that is gone to another
     waiting = [thing]
     while waiting:
         thing = waiting.pop()
@@ -1048,7 +1051,9 @@ class DigitStream(IterableDataset):
     ):
         for file in files:
             if not Path(file).is_file():
-                raise DataError(f"{file}: not there; a stream reads unpacked files: gunzip")
+                raise DataError(
+                    f"{file}: not there; a stream reads unpacked files, so gunzip it first"
+                )
         self.files = files
         self.total = total
         self.batch_size = batch_size
