@@ -410,6 +410,26 @@ def test_uniform_draws_are_uniform_and_neighbours_know_nothing_of_each_other():
         assert abs(correlation(table[1:], table[:-1])) < 5 / math.sqrt(10_000) and abs(table.mean()) < 5 / math.sqrt(30_000)
 
 
+def scramble(x):
+    """The published steps of splitmix64 after its addition, in integers without a sign."""
+    x %= 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+def test_uniform_draws_are_splitmix64():
+    golden = 0x9E3779B97F4A7C15
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [scramble(1234567 + golden * i) for i in (1, 2, 3)] == published  # so the reference is right
+    for seed, epoch, index in ((0, 0, 0), (5, 3, 59_999), (2**32 - 1, 1000, 10**9)):
+        expected = []
+        for column in range(4):
+            upper = scramble(data.mix(seed, epoch) + golden * (4 * index + column)) >> 40
+            expected.append(((upper - 2**24 if upper >= 2**23 else upper) + 0.5) / 2**23)
+        assert data.uniform_draws(seed, epoch, [index], 4).tolist() == [expected]
+
+
 def test_uniform_draws_depend_on_the_sample_alone():
     together = data.uniform_draws(1, 2, [9, 4, 7], 4)
     assert torch.equal(together[1:], data.uniform_draws(1, 2, torch.tensor([4, 7]), 4))
