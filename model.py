@@ -272,27 +272,45 @@ class RoundSTE(torch.autograd.Function):
         return gradient * ctx.saved_tensors[0], None, None, None
 
 
+def largest_integer(bits):
+    """The largest integer of so many bits, 2^(bits - 1) - 1: 127 for 8 bits, 1 for 2. ValueError unless 2 to 8."""
+    if bits not in range(2, 9):
+        raise ValueError(f"{bits} bits: 2 to 8 expected")
+    return 2 ** (bits - 1) - 1
+
+
 def quantization_scale(x, bits, axis=None):
     """The step s for which x / s fills -high..high, high = 2^(bits - 1) - 1: the largest magnitude / high.
 
     One for all of x, or one for each index along `axis`, in a shape such as (C, 1, 1, 1); float32, or 64 as x is; no
-    gradient. ValueError unless bits is 2 to 8.
+    gradient. ValueError unless bits is 2 to 8, IndexError for an axis that x has not. Needs: torch, largest_integer.
     """
-    if not 2 <= bits <= 8:
-        raise ValueError(f"{bits} bits: 2 to 8 expected")
+    high = largest_integer(bits)
     x = x.detach().to(torch.promote_types(x.dtype, torch.float32))  # in fp16 the step of small weights would be 0
-    largest = x.abs().amax() if axis is None else x.abs().amax([d for d in range(x.ndim) if d != axis], keepdim=True)
-    return (largest / (2 ** (bits - 1) - 1)).clamp(min=torch.finfo(x.dtype).tiny)  # of zeros: 0 / 0 would be NaN
+    largest = x.abs()
+    if axis is None:
+        largest = largest.amax()
+    else:
+        if not -x.ndim <= axis < x.ndim:
+            raise IndexError(f"axis {axis}: a tensor of shape {tuple(x.shape)} has no such dimension")
+        others = [dim for dim in range(x.ndim) if dim != axis % x.ndim]
+        if others:  # amax over an empty list would be amax over all dimensions
+            largest = largest.amax(others, keepdim=True)
+    return (largest / high).clamp(min=torch.finfo(x.dtype).tiny)  # of zeros: 0 / 0 would be NaN
 
 
 def fake_quantize(x, bits=8, axis=None, scale=None):
     """x rounded to integers of so many bits times a scale, by default its quantization_scale; shape and dtype of x.
 
     Symmetric: without -2^(bits - 1), which mirrors nothing; 2 bits say -s, 0 and s. Within the range, x is off by s / 2
-    at most and the gradient is 1 (Jacob et al. 2018). `scale` is a tensor. Needs: RoundSTE, quantization_scale.
+    at most and the gradient is 1 (Jacob et al. 2018). `scale` is a tensor. Needs: RoundSTE, quantization_scale, largest_integer.
     """
-    high = 2 ** (bits - 1) - 1
-    return RoundSTE.apply(x, quantization_scale(x, bits, axis) if scale is None else scale, -high, high)
+    high = largest_integer(bits)
+    if scale is None:
+        scale = quantization_scale(x, bits, axis)
+    elif axis is not None:
+        raise ValueError(f"axis {axis} and a scale: the scale's own shape says which dimension it belongs to")
+    return RoundSTE.apply(x, scale, -high, high)
 
 
 class QuantActivation(nn.Module):

@@ -62,6 +62,36 @@ def test_equals_torch_per_channel_of_a_convolution(axis, bits):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2, 3])
+def test_a_negative_axis_counts_from_the_last(axis):
+    x = torch.randn(4, 3, 2, 5)
+    scale = quantization_scale(x, 8, axis - 4)
+    assert torch.equal(scale, quantization_scale(x, 8, axis))
+    assert scale.numel() == x.shape[axis]
+    assert torch.equal(fake_quantize(x, 4, axis - 4), fake_quantize(x, 4, axis))
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_a_vector_gets_one_scale_for_each_element(axis):
+    x = torch.tensor([127.0, -254.0, 0.0, 1.27])
+    scale = quantization_scale(x, 8, axis)
+    assert scale.shape == (4,)
+    assert scale.tolist() == pytest.approx([1, 2, 0, 0.01])
+    assert fake_quantize(x, 8, axis).tolist() == pytest.approx(x.tolist())
+
+
+def test_what_would_give_one_scale_in_silence_is_an_error():
+    for x, axis in ((torch.ones(2, 3), 2), (torch.ones(2, 3), -3), (torch.ones(3), 1), (torch.tensor(1.0), 0)):
+        with pytest.raises(IndexError, match=f"axis {axis}"):
+            quantization_scale(x, 8, axis)
+        with pytest.raises(IndexError, match=f"axis {axis}"):
+            fake_quantize(x, 8, axis)
+    with pytest.raises(ValueError, match="axis 0 and a scale"):
+        fake_quantize(torch.ones(2, 3), 8, axis=0, scale=torch.tensor(1.0))
+    with pytest.raises(ValueError, match="9 bits: 2 to 8"):
+        fake_quantize(torch.ones(2), 9, scale=torch.tensor(1.0))
+
+
 def test_error_is_half_a_step_in_each_row():  # Q05
     torch.manual_seed(0)
     x = torch.randn(4, 64)
