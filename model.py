@@ -356,15 +356,37 @@ class QuantLinear(nn.Linear):
 
 
 def quantize(model, bits, activation_bits=None):
-    """Makes each nn.Conv2d and nn.Linear (no subclass) quantized. Needs: QuantConv2d, QuantLinear, QuantActivation."""
-    for layer in list(model.modules()):
-        for plain, quantized in ((nn.Conv2d, QuantConv2d), (nn.Linear, QuantLinear)):
-            if type(layer) in (plain, quantized):
-                layer.__class__ = quantized  # the same object: parameters, hooks, device and place in the model stay
-                layer.bits = bits
-                activation = QuantActivation(activation_bits) if activation_bits else nn.Identity()
-                layer.quantize_input = activation.to(layer.weight.device).train(layer.training)
+    """Makes each nn.Conv2d and nn.Linear (no subclass) quantized. Needs: QuantConv2d, QuantLinear, QuantActivation, leave_fast_path."""
+    plain = (nn.Conv2d, nn.Linear, QuantConv2d, QuantLinear)
+    layers = [layer for layer in model.modules() if type(layer) in plain]
+    if not layers:
+        raise ValueError(f"{type(model).__name__}: there is no nn.Conv2d or nn.Linear in it to quantize")
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention) and type(module.out_proj) in plain:
+            raise ValueError("nn.MultiheadAttention reads out_proj.weight past a quantized layer: it cannot be an nn.Linear")
+    for layer in layers:
+        # The same object with another class: parameters, hooks, device and place in the model stay.
+        layer.__class__ = QuantConv2d if isinstance(layer, nn.Conv2d) else QuantLinear
+        layer.bits = bits
+        layer.quantize_input = nn.Identity()
+        if activation_bits:
+            layer.quantize_input = QuantActivation(activation_bits).to(layer.weight.device)
+        layer.quantize_input.train(layer.training)
+    leave_fast_path(model)
     return model
+
+
+def leave_fast_path(model):
+    """Makes each nn.TransformerEncoderLayer call its own layers, in evaluation as in training.
+
+    In evaluation without gradients it hands its float weights to one fused kernel, past layers that were replaced. That
+    kernel knows ReLU and GELU alone, so a layer that says its activation is neither calls its parts one by one.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # only the fused kernel takes the nested tensors it makes of padded input
 
 
 def pack_weights(model):

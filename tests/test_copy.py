@@ -86,6 +86,7 @@ RUNS = {
     "model.QuantConv2d": lambda f, folder: f(1, 2, 3)(batch[0]).shape == (4, 2, 26, 26),
     "model.QuantLinear": lambda f, folder: f(28, 2)(batch[0]).shape == (4, 1, 28, 2),
     "model.quantize": lambda f, folder: f(torch.nn.Sequential(torch.nn.Linear(2, 2)), 4, 8)[0].bits == 4,
+    "model.leave_fast_path": lambda f, folder: f(torch.nn.Linear(2, 2)) is None,
     "model.pack_weights": lambda f, folder: f(model.quantize(model.SimpleCNN(2), 4))["fc1.bias"].shape == (8,),
     "model.unpack_weights": lambda f, folder: f({"a": 1}) == {"a": 1},
     "model.field_of": lambda f, folder: f(3)[0] == 4,

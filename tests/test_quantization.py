@@ -180,6 +180,51 @@ def test_quantize_keeps_keys_parameters_and_mode(build):
     network.load_state_dict(weights)
 
 
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_an_encoder_layer_of_torch_computes_the_same_in_training_and_evaluation(activation, norm_first):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, activation=activation, batch_first=True, norm_first=norm_first)
+    x = torch.randn(3, 5, 16)
+    plain = layer.eval()(x).detach()
+    quantize(layer, 3)
+    with_gradients = layer(x)
+    with torch.no_grad():
+        without = layer(x)
+    training = layer.train()(x)
+    assert (without - with_gradients).abs().max() < 1e-6
+    assert (without - training).abs().max() < 1e-6
+    assert (without - plain).abs().max() > 1e-2
+
+
+def test_an_encoder_of_torch_with_padding_computes_the_same_in_training_and_evaluation():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+    encoder = quantize(nn.TransformerEncoder(layer, 2), 3)
+    x = torch.randn(2, 5, 16)
+    padding = torch.arange(5) >= torch.tensor([5, 3])[:, None]  # of torch's kind: True = padding
+    training = encoder.train()(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        without = encoder.eval()(x, src_key_padding_mask=padding)
+    assert (without - training)[~padding].abs().max() < 1e-6
+
+
+def test_a_layer_that_is_the_whole_model_is_quantized():
+    for layer, x in ((nn.Linear(8, 4), torch.randn(2, 8)), (nn.Conv2d(1, 4, 3), torch.randn(2, 1, 8, 8))):
+        plain = layer(x)
+        assert quantize(layer, 2) is layer and type(layer) in (QuantLinear, QuantConv2d)
+        assert (layer(x) - plain).abs().max() > 1e-2
+
+
+def test_what_cannot_be_quantized_is_an_error():
+    with pytest.raises(ValueError, match="MultiheadAttention: there is no"):
+        quantize(nn.MultiheadAttention(8, 2), 4)
+    attention = nn.MultiheadAttention(8, 2)
+    attention.out_proj = nn.Linear(8, 8)
+    with pytest.raises(ValueError, match="past a quantized layer"):
+        quantize(nn.Sequential(attention, nn.Linear(8, 8)), 4)
+
+
 @pytest.mark.parametrize("layer, x", [(QuantConv2d(2, 6, 3, stride=2, padding=1, groups=2, padding_mode="reflect", bits=3), torch.randn(2, 2, 8, 8)), (QuantLinear(5, 4, bias=False, bits=3), torch.randn(3, 5))])
 def test_layers_compute_with_the_rounded_weight(layer, x):
     plain = nn.Conv2d(2, 6, 3, stride=2, padding=1, groups=2, padding_mode="reflect") if isinstance(layer, nn.Conv2d) else nn.Linear(5, 4, bias=False)
