@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.module_tracker import ModuleTracker
 
 # ---------------------------------------------------------------------------------------------------- convolutions
 
@@ -314,7 +315,10 @@ def fake_quantize(x, bits=8, axis=None, scale=None):
 
 
 class QuantActivation(nn.Module):
-    """Fake-quantizes by a running mean of largest magnitudes in training. Needs: fake_quantize, quantization_scale."""
+    """Fake-quantizes by a running mean of largest magnitudes in training.
+
+    Needs: torch, nn, ModuleTracker, fake_quantize, quantization_scale.
+    """
 
     def __init__(self, bits):
         super().__init__()
@@ -322,11 +326,26 @@ class QuantActivation(nn.Module):
         self.register_buffer("range", torch.zeros(()))
 
     def forward(self, x):
-        if self.training:
-            largest = x.detach().abs().amax().float()
-            self.range.copy_(torch.where(self.range > 0, self.range.lerp(largest, 0.05), largest))
+        if self.training and not self.is_recomputation():
+            largest = x.detach().abs().amax().to(self.range.dtype)
+            moved = self.range.lerp(largest, 0.05)
+            self.range.copy_(torch.where(self.range > 0, moved, largest))
         y = fake_quantize(x, self.bits, scale=quantization_scale(self.range, self.bits))
         return torch.where(self.range > 0, y, x)  # never trained, it lets all pass
+
+    def is_recomputation(self):
+        """True where gradient checkpointing runs the forward pass again: in the midst of a backward pass."""
+        if torch.compiler.is_compiling():
+            return False
+        return ModuleTracker().is_bw
+
+    def _apply(self, fn, recurse=True):
+        """What .to(), .half() and .cuda() call. A mean in 16 bits would stop moving: 5 % of a small change is lost."""
+        full = self.range
+        super()._apply(fn, recurse)
+        if self.range.dtype in (torch.float16, torch.bfloat16):
+            self.range = full.to(self.range.device)
+        return self
 
 
 class QuantConv2d(nn.Conv2d):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import data
 import train
@@ -254,6 +255,42 @@ def test_activations_by_a_running_range():
     images = torch.rand(64, 1, 28, 28)
     network.train()(images)
     assert (network.eval()(images) - plain.eval()(images)).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_the_range_moves_once_a_step_under_gradient_checkpointing(use_reentrant):
+    results = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        block = quantize(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)), 4, activation_bits=4)
+        for _ in range(3):
+            x = torch.randn(5, 6, requires_grad=True)
+            y = checkpoint(block, x, use_reentrant=use_reentrant) if checkpointed else block(x)
+            block.zero_grad()
+            y.square().sum().backward()
+        results.append([block[0].quantize_input.range, block[2].quantize_input.range, block[0].weight.grad, x.grad])
+    for ours, theirs in zip(*results):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_ranges_work_and_move_in_half_precision(dtype):
+    quantizer = QuantActivation(8).to(dtype)
+    for x in (torch.tensor([2.0, -1.0]), *[torch.tensor([2.1, -1.0])] * 100):
+        x = x.to(dtype).requires_grad_()
+        y = quantizer(x)
+        y.sum().backward()
+    assert y.dtype == dtype and x.grad.isfinite().all()
+    assert quantizer.range.item() == pytest.approx(2.1, abs=0.01)  # 5 % of 0.1 is too small a step for 16 bits
+    layer = quantize(nn.Sequential(nn.Linear(4, 4)), 8, activation_bits=8).to(dtype)
+    assert layer(torch.ones(2, 4, dtype=dtype)).dtype == dtype
+    assert quantizer.double().range.dtype == torch.float64
+
+
+def test_layers_with_ranges_compile_without_a_break():
+    layer, x = quantize(nn.Sequential(nn.Linear(4, 4)), 8, activation_bits=8), torch.randn(3, 4)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), layer(x)) and layer[0].quantize_input.range > 0
 
 
 # ---------------------------------------------------------------------------------------------------- files
