@@ -128,7 +128,7 @@ class SimpleSelfAttention(nn.Module):
 class TemperatureSoftmax(nn.Module):
     """softmax(scores / t) over the last dimension, with a temperature t that is learnt. Needs: check_mask.
 
-    temperature: what t is before the first step, exactly; > 0, and softplus keeps it there.
+    temperature: what t is before the first step, exactly; > 0. It never falls below a 70th of it.
     scores (..., L), mask bool (..., L) or None -> weights (..., L), 0 where the mask is False, even if all of it is.
     """
 
@@ -140,8 +140,11 @@ class TemperatureSoftmax(nn.Module):
         self.raw = nn.Parameter(torch.zeros(()))
 
     def temperature(self):
-        # Relative to softplus(0), because softplus of its own inverse is 0.99999994 for some numbers, not 1.
-        return self.start * (F.softplus(self.raw) / F.softplus(torch.zeros_like(self.raw)))
+        # softplus(raw) = log(1 + e^raw) is above 0 on paper, and 0 in float32 where raw is below -104: hence the 0.01.
+        # Divided by its value at raw = 0, because softplus of its own inverse is 0.99999994 for some numbers, not 1.
+        now = F.softplus(self.raw) + 0.01
+        first = F.softplus(torch.zeros_like(self.raw)) + 0.01
+        return self.start * (now / first)
 
     def forward(self, scores, mask=None):
         if mask is None:

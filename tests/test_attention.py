@@ -175,6 +175,18 @@ def test_temperature_starts_at_its_value_exactly_and_stays_positive(start):
         TemperatureSoftmax(0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_temperature_stays_positive_where_softplus_underflows(dtype):
+    softmax = TemperatureSoftmax(2.0).to(dtype)
+    scores = torch.tensor([[3.0, 1.0, -2.0]], dtype=dtype, requires_grad=True)
+    for raw in (-110.0, -1000.0, -10.0):
+        softmax.raw.data.fill_(raw)
+        assert softmax.temperature().item() > 2 / 71
+        weights = softmax(scores)
+        weights.float().square().sum().backward()
+        assert weights[0].tolist() == pytest.approx([1, 0, 0]) and scores.grad.isfinite().all() and softmax.raw.grad.isfinite()
+
+
 def test_temperature_is_learnt_as_gradcheck_says():
     softmax, scores = TemperatureSoftmax(0.5).double(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
