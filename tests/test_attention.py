@@ -162,6 +162,7 @@ def test_packed_equals_a_block_diagonal_mask_and_the_padded(kernel):
 
 @pytest.mark.parametrize("start", [0.01, 0.1, 0.7, 1.0, 1.3, 3.0, 50.0])
 def test_temperature_starts_at_its_value_exactly_and_stays_positive(start):
+    torch.manual_seed(0)
     softmax, scores = TemperatureSoftmax(start), torch.randn(5, 6)
     assert softmax.temperature().item() == torch.tensor(start).item()
     assert torch.equal(softmax(scores), (scores / torch.tensor(start)).softmax(-1))
