@@ -1,6 +1,6 @@
 """Networks: a batch goes in, one row of logits for each sample comes out.
 
-SimpleCNN            images (B, 1, 28, 28) -> logits (B, K)
+SimpleCNN            images (B, C, H, W) -> logits (B, K)
 AttentionClassifier  (tokens (B, L, P), positions (B, L), mask (B, L)) -> logits (B, K); its parts stand above it
 quantize             either of them with weights of 2 to 8 bits, by the straight-through estimator RoundSTE
 
@@ -23,35 +23,75 @@ from torch.utils.module_tracker import ModuleTracker
 
 
 class SimpleCNN(nn.Module):
-    """Two convolutions and two linear layers, in the line of LeNet-5 (LeCun, Bottou, Bengio, Haffner 1998).
+    """Two convolutions and two linear layers, in the line of LeNet-5.
 
-    width    channels C of the first convolution; the layers after it have 2C, 4C and K outputs
-    dropout  probability with which a hidden unit is dropped (Srivastava et al. 2014), 0 <= dropout < 1
-    classes  K
-    norm     "none"; "batch" (Ioffe and Szegedy 2015), by statistics of one forward pass of one process: accumulation or
-             more processes differ from one big batch; "group" (Wu and He 2018), of each sample: they do not
+    A convolution slides one small filter, here 3 x 3 pixels, over the whole image: an edge is found
+    wherever it is, with 9 weights instead of one for every pair of pixels. Each of the two blocks
+    does four things, and an image of 28 x 28 pixels passes through them like this:
 
-    images float (B, 1, 28, 28), normalized -> logits (B, K). Width 32 and 10 classes make 421,642 parameters.
+        convolution   new channels, each a map of where one pattern was found    1 x 28 x 28
+        norm          brings channels to one scale (optional)                   32 x 28 x 28
+        max-pooling   keeps the strongest of 2 x 2 neighbours: small shifts     32 x 14 x 14
+                      no longer matter, and later layers have less to do
+        ReLU          max(0, x): without it two linear layers would be one      32 x 14 x 14
+
+    The second block turns that into 64 x 7 x 7, and from these 3,136 numbers two linear layers
+    decide. Dropout between them removes hidden units at random in training, so that no unit can
+    rely on one other alone.
+
+    width    channels of the first convolution; the layers after it have 2, 4 times as many
+    dropout  probability with which a hidden unit is dropped, 0 <= dropout < 1
+    classes  K, the number of logits
+    norm     "none"; "batch", with statistics of all images of one forward pass, which differ
+             between one large batch and several small ones that are accumulated; "group", with
+             statistics of each image alone, which do not
+    shape    (C, H, W) of an image: its channels, height and width; H and W are at least 4
+
+    images float (B, C, H, W), normalized -> logits (B, K). The defaults make 421,642 parameters.
+    ValueError for an unknown norm and for images too small for two poolings.
+
+    LeCun, Bottou, Bengio, Haffner 1998. Dropout: Srivastava et al. 2014. Batch norm: Ioffe and
+    Szegedy 2015. Group norm: Wu and He 2018. Needs: math, nn, F.
     """
 
-    def __init__(self, width=32, dropout=0.5, classes=10, norm="none"):
+    def __init__(self, width=32, dropout=0.5, classes=10, norm="none", shape=(1, 28, 28)):
         super().__init__()
-        make = {"none": nn.Identity, "batch": nn.BatchNorm2d, "group": lambda C: nn.GroupNorm(math.gcd(8, C), C)}[norm]
-        self.norm1, self.norm2 = make(width), make(2 * width)
-        self.conv1 = nn.Conv2d(1, width, kernel_size=3, padding=1)  # padding 1 keeps 28 x 28 pixels
+        channels, height, breadth = shape
+        if height < 4 or breadth < 4:
+            raise ValueError(
+                f"images of {height} x {breadth} pixels: two poolings by 2 need 4 x 4 at least"
+            )
+        if norm == "none":
+            self.norm1 = nn.Identity()
+            self.norm2 = nn.Identity()
+        elif norm == "batch":
+            self.norm1 = nn.BatchNorm2d(width)
+            self.norm2 = nn.BatchNorm2d(2 * width)
+        elif norm == "group":  # groups of C / 8 channels where C is a multiple of 8
+            self.norm1 = nn.GroupNorm(math.gcd(8, width), width)
+            self.norm2 = nn.GroupNorm(math.gcd(8, 2 * width), 2 * width)
+        else:
+            raise ValueError(f"norm {norm!r}: none, batch or group expected")
+        # Padding 1 adds a frame of zeros, so that a 3 x 3 filter leaves as many pixels as there were.
+        self.conv1 = nn.Conv2d(channels, width, kernel_size=3, padding=1)
         self.conv2 = nn.Conv2d(width, 2 * width, kernel_size=3, padding=1)
-        self.fc1 = nn.Linear(2 * width * 7 * 7, 4 * width)  # two pools leave 28 / 2 / 2 = 7 x 7 pixels
+        # Each pooling halves height and width and drops an odd last row: 28 -> 14 -> 7, 30 -> 15 -> 7.
+        self.fc1 = nn.Linear(2 * width * (height // 4) * (breadth // 4), 4 * width)
         self.fc2 = nn.Linear(4 * width, classes)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, images):
-        # Textbooks write pool(relu(x)). ReLU is monotone, so the largest of four stays the largest: relu(pool(x))
-        # is the same function to the bit, gradients included, and ReLU has a quarter of the elements to go through.
-        x = F.relu(F.max_pool2d(self.norm1(self.conv1(images)), 2))  # (B, C, 14, 14)
-        x = F.relu(F.max_pool2d(self.norm2(self.conv2(x)), 2))  # (B, 2C, 7, 7)
-        x = x.flatten(1)  # (B, 2C * 49)
-        x = self.dropout(F.relu(self.fc1(x)))  # (B, 4C)
-        return self.fc2(x)  # (B, K); no softmax: cross_entropy applies log_softmax, which does not overflow
+        # Textbooks write pool(relu(x)). ReLU never changes which of four numbers is the largest, so
+        # relu(pool(x)) is the same function to the bit, gradients included, and ReLU has a quarter
+        # of the elements to go through.
+        x = self.norm1(self.conv1(images))  # (B, width, H, W)
+        x = F.relu(F.max_pool2d(x, 2))  # (B, width, H / 2, W / 2)
+        x = self.norm2(self.conv2(x))  # (B, 2 width, H / 2, W / 2)
+        x = F.relu(F.max_pool2d(x, 2))  # (B, 2 width, H / 4, W / 4)
+        x = x.flatten(1)  # (B, 2 width * H / 4 * W / 4), 64 * 7 * 7 = 3,136 by default
+        x = self.dropout(F.relu(self.fc1(x)))  # (B, 4 width)
+        # No softmax here: F.cross_entropy works on logits, with a log_softmax that cannot overflow.
+        return self.fc2(x)  # (B, K)
 
 
 # ---------------------------------------------------------------------------------------------------- self-attention

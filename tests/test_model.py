@@ -32,6 +32,27 @@ def test_width_scales_all_layers(width, classes):
     assert count_parameters(model) == by_hand
 
 
+@pytest.mark.parametrize("norm", ["none", "batch", "group"])
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 48), (4, 30, 7), (2, 4, 4)])
+def test_the_network_is_built_from_the_shape_of_an_image(shape, norm):
+    model = SimpleCNN(8, classes=4, norm=norm, shape=shape)
+    channels, height, width = shape
+    assert model.conv1.in_channels == channels
+    assert model.fc1.in_features == 16 * (height // 4) * (width // 4)
+    logits = model(torch.randn(5, *shape))
+    logits.sum().backward()
+    assert logits.shape == (5, 4)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_what_cannot_be_built_is_an_error():
+    for shape in ((1, 3, 28), (1, 28, 3)):
+        with pytest.raises(ValueError, match=f"images of {shape[1]} x {shape[2]} pixels: .* need 4 x 4"):
+            SimpleCNN(shape=shape)
+    with pytest.raises(ValueError, match="norm 'layer': none, batch or group"):
+        SimpleCNN(norm="layer")
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_pool_before_relu_is_the_textbooks_function_to_the_bit(layout):
     torch.manual_seed(0)
