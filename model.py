@@ -94,82 +94,249 @@ class SimpleCNN(nn.Module):
         return self.fc2(x)  # (B, K)
 
 
-# ---------------------------------------------------------------------------------------------------- self-attention
+# --------------------------------------------------------------------------------------------------
+# Attention: masks, self-attention, pooling, block, classifier
+# --------------------------------------------------------------------------------------------------
 
 
-def check_mask(mask, shape):
-    """TypeError unless `mask` is bool, ValueError unless it has `shape`. In numbers, 1 may mean real, or padding."""
-    if getattr(mask, "dtype", None) != torch.bool:
-        raise TypeError(f"mask: bool expected, True = a real token, but {getattr(mask, 'dtype', type(mask))} found")
-    if mask.shape != shape:
+def check_mask(mask, shape=None):
+    """An error unless `mask` is a bool tensor of this shape (None: of any). What a mask is:
+
+    Samples have different numbers of tokens, and a batch is one tensor: short samples are filled up
+    with padding, and a mask says which tokens are real. In this project True = a real token, or
+    "may be looked at", in every function. `nn.MultiheadAttention` has it the other way round: its
+    key_padding_mask is True where there is padding, so ours is its ~mask. (The attn_mask of
+    F.scaled_dot_product_attention is of our kind.) A mask of numbers is refused, because nobody can
+    see whether its 1 means real or padding.
+
+        mask (B, L): two samples, of 3 tokens and of 1       1 1 1 .
+                                                             1 . . .
+
+    For each sample, attention makes of it which query (row) may look at which key (column). With
+    `causal`, a token looks only at itself and at earlier ones, as a language model must. For the
+    sample of 3 tokens (1 = may look, . = may not):
+
+        padding       1 1 1 .      causal    1 . . .      both    1 . . .
+                      1 1 1 .                1 1 . .              1 1 . .
+                      1 1 1 .                1 1 1 .              1 1 1 .
+                      1 1 1 .                1 1 1 1              1 1 1 .
+
+    The last row belongs to a padding token: what it sees does not matter, its output is set to 0.
+
+    TypeError unless the dtype is bool, ValueError unless the shape is `shape`. Needs: torch.
+    """
+    dtype = getattr(mask, "dtype", type(mask))
+    if dtype != torch.bool:
+        raise TypeError(f"mask: bool expected, True = a real token, but {dtype} found")
+    if shape is not None and mask.shape != shape:
         raise ValueError(f"mask: shape {tuple(shape)} expected, {tuple(mask.shape)} found")
 
 
+def check_padding_mask(mask, shape=None):
+    """An error unless `mask` is bool (B, L), and for a causal mask (L, L) that fits because B = L.
+
+    Both kinds have two dimensions then, and the wrong reading would give numbers that look right.
+    A triangle of 3 or more tokens, of either polarity, is taken for a causal mask. As a padding mask
+    it would be a batch of exactly 1, 2, ... L tokens in this order: in any other order it passes.
+
+    TypeError for another dtype, ValueError for another shape (None: any B and L) and the triangle.
+    Needs: torch, check_mask, can_read.
+    """
+    check_mask(mask, shape)
+    if mask.ndim != 2:
+        raise ValueError(f"mask: shape (B, L) expected, {tuple(mask.shape)} found")
+    if not can_read(mask):
+        return
+    B, L = mask.shape
+    if B == L and L > 2:
+        triangle = torch.ones_like(mask).tril()
+        if torch.equal(mask, triangle) or torch.equal(mask, ~triangle):
+            raise ValueError(
+                f"mask {tuple(mask.shape)}: is this a causal mask? Give causal=True to the layer, or"
+                " a mask (B, L, L). If it is padding, put the samples in another order"
+            )
+
+
+def can_read(x):
+    """Whether Python may look at the values of x: not on a GPU, nor while a graph is being traced.
+
+    `if x.max() > 3` needs the number now. A GPU works behind the program and would have to catch up
+    first, at each such line; in a traced graph (torch.compile, torch.export) there is no number yet.
+    So checks of values are made on CPU tensors alone. Needs: torch.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    return x.device.type == "cpu"
+
+
 def unpack(x, mask):
-    """(T, ...), the T real tokens in order -> (B, L, ...): in their places where `mask` (B, L) is True, 0 elsewhere."""
-    grid = x.new_zeros(*mask.shape, *x.shape[1:])
-    grid[mask] = x
-    return grid
+    """Puts packed tokens back into their places in a padded tensor.
+
+    Packing is the other way to join samples of different lengths: all real tokens stand in one row,
+    and no work is spent on padding. The mask says where each would stand, row by row:
+
+        x      a b c d           mask  1 1 1 .      returned  a b c 0
+                                       1 . . .                d 0 0 0
+
+    x (T, ...), mask bool (B, L) with T times True -> (B, L, ...), 0 where the mask is False. The way
+    back is x[mask]. TypeError for another mask, ValueError for another number of True.
+    Needs: check_mask.
+    """
+    check_mask(mask)
+    if mask.ndim != 2:
+        raise ValueError(f"mask: shape (B, L) expected, {tuple(mask.shape)} found")
+    places = mask.nonzero(as_tuple=True)  # rows (T,), columns (T,)
+    # This compares shapes, not values. Without it a single token would be copied into all places.
+    if len(places[0]) != len(x):
+        raise ValueError(f"{len(x)} packed tokens, but {len(places[0])} times True in the mask")
+    padded = x.new_zeros(*mask.shape, *x.shape[1:])  # (B, L, ...)
+    padded[places] = x
+    return padded
 
 
 class SimpleSelfAttention(nn.Module):
-    """Multi-head scaled dot-product self-attention (Vaswani et al. 2017), by hand. Needs: check_mask, unpack.
+    """Multi-head scaled dot-product self-attention, written out.
+
+    Each token asks a question (its query q), offers a label (its key k) and holds some content (its
+    value v); all three are learnt linear maps of it. It compares its query with every key, turns the
+    scores into weights that add up to 1, and takes the weighted mean of the values:
+
+        attention(Q, K, V) = softmax(Q K^T / sqrt(D)) V
+
+    With D = 1, two tokens with keys 0 and 1, values 10 and 20, and a token whose query is 2:
+
+        scores   [2 * 0, 2 * 1] = [0, 2]
+        weights  [1, e^2] / (1 + e^2) = [0.12, 0.88]
+        output   0.12 * 10 + 0.88 * 20 = 18.8
+
+    Why divide by sqrt(D): a score is a sum of D products. If the factors are independent with mean 0
+    and variance 1, its variance is D. At D = 64 scores of 8 or -8 would be usual, the softmax would
+    choose one key with a weight near 1, and almost no gradient would reach the others.
+
+    Why several heads: one softmax gives one set of weights, so a token could look for one thing at a
+    time. H heads of width D = d / H look for H things, for the price of one head of width d.
 
     d_model, n_heads  width d of a token, and the number H of heads that share it
-    kernel            "manual", written out, or "fused", F.scaled_dot_product_attention: the same function
+    kernel            "manual", written out, or "fused", F.scaled_dot_product_attention: the same
+                      function, which never stores the (L, L) weights
+    causal            each token looks at itself and earlier ones only
 
-    x (B, L, d), mask bool (B, L), True = a real token, or (B, L, L), True = the query (row) may look at the key
-    (column); None = all real -> (B, L, d). What x holds where mask (B, L) is False has no effect, not even NaN. A query
-    that may look at nothing gets zeros. TypeError for a mask that is not bool.
+    Padded: x (B, L, d), mask (B, L), True = a real token; or (B, L, L), True = the query (row) may
+    look at the key (column); None = all real -> (B, L, d). What x holds where mask (B, L) is False
+    has no effect, not even NaN, and the output there is 0. So is that of a query that may look at
+    nothing.
 
-    Packed: x (T, d), the real tokens of all samples in one row, and a mask (B, L) with T times True -> (T, d). Samples
-    do not see each other, as with a block-diagonal mask (1, T, T), and padding takes no part in the projections.
+    Packed: packed=True, x (T, d), the real tokens of all samples in one row, and a mask (B, L) with
+    T times True -> (T, d). Samples do not see each other, and padding is never projected.
+
+    TypeError for a mask that is not bool, ValueError for shapes that do not fit.
+
+    Vaswani et al. 2017, arXiv 1706.03762.
+    Needs: math, torch, nn, F, check_mask, check_padding_mask, unpack.
     """
 
-    def __init__(self, d_model, n_heads, kernel="fused"):
+    def __init__(self, d_model, n_heads, kernel="fused", causal=False):
         super().__init__()
-        if d_model % n_heads or kernel not in ("manual", "fused"):
-            raise ValueError(f"d_model {d_model} is not a multiple of n_heads {n_heads}, or kernel {kernel} unknown")
-        self.n_heads, self.kernel = n_heads, kernel
+        if d_model % n_heads != 0:
+            raise ValueError(f"d_model {d_model} is not a multiple of n_heads {n_heads}")
+        if kernel not in ("manual", "fused"):
+            raise ValueError(f"kernel {kernel!r}: manual or fused expected")
+        self.n_heads = n_heads
+        self.kernel = kernel
+        self.causal = causal
         self.qkv = nn.Linear(d_model, 3 * d_model)  # queries, keys and values in one product
-        self.out = nn.Linear(d_model, d_model)
+        self.out = nn.Linear(d_model, d_model)  # mixes what the heads have found
 
-    def forward(self, x, mask=None):
-        packed = x.ndim == 2
-        mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
-        grid = mask.shape if packed else x.shape[:2]  # (B, L)
-        check_mask(mask, grid if mask.ndim == 2 else (*grid, grid[1]))
+    def forward(self, x, mask=None, packed=False):
+        mask = self.checked(x, mask, packed)
         if not packed and mask.ndim == 2:
-            x = x.masked_fill(~mask[..., None], 0)  # a weight of 0 does not keep NaN out: 0 * NaN is NaN
-        qkv = self.qkv(x)  # (B, L, 3d), or (T, 3d)
+            # A weight of 0 does not keep NaN out, as 0 * NaN is NaN. So padding becomes 0 first.
+            x = x.masked_fill(~mask[..., None], 0)  # (B, L, d)
+        qkv = self.qkv(x)  # (B, L, 3d), or packed (T, 3d)
         if packed:
-            qkv = unpack(qkv, mask)  # (B, L, 3d): scores are the one thing that needs a grid
-        q, k, v = qkv.unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, L, D) each
+            qkv = unpack(qkv, mask)  # (B, L, 3d): only the scores need padded samples
+        qkv = qkv.unflatten(-1, (3, self.n_heads, -1))  # (B, L, 3, H, D)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # (B, H, L, D) each
 
-        allowed = mask[:, None, None] if mask.ndim == 2 else mask[:, None]  # (B, 1, 1, L) or (B, 1, L, L)
-        # A softmax over nothing is NaN, and its gradient spoils all weights. So a query that may look at nothing looks
-        # at everything here, and gets its zeros at the end.
-        nothing = ~allowed.any(-1, keepdim=True)  # (B, 1, 1 or L, 1)
-        allowed = allowed | nothing
-        if self.kernel == "fused":
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)  # (B, H, L, D); True = look, here too
-        else:
-            # A product of D random numbers has variance D: undivided, the softmax would choose one key and learn
-            # no more. Dividing q, not the scores, keeps these within the range of fp16.
-            scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)  # (B, H, L, L), queries in rows
-            weights = scores.masked_fill(~allowed, -math.inf).softmax(-1)  # a row adds up to 1
-            mixed = weights.to(v.dtype) @ v  # (B, H, L, D)
-        mixed = mixed.transpose(1, 2).flatten(2)  # (B, L, d), the heads side by side
+        allowed = self.who_may_look(mask)  # (B, 1, 1 or L, L)
+        # A softmax over nothing is 0 / 0 = NaN, and its gradient would spoil all weights. So a query
+        # that may look at nothing looks at everything here, and gets its zeros at the end.
+        sees_nothing = ~allowed.any(-1, keepdim=True)  # (B, 1, 1 or L, 1)
+        found = self.look(q, k, v, allowed | sees_nothing)  # (B, H, L, D)
+        found = found.transpose(1, 2).flatten(2)  # (B, L, d): the heads side by side
         if packed:
-            return self.out(mixed[mask])  # (T, d)
-        return self.out(mixed).masked_fill(nothing[:, 0], 0)  # (B, L, d); the bias of `out` goes, too
+            return self.out(found[mask])  # (T, d)
+        # The output becomes 0 after `out`, whose bias would otherwise stand there.
+        nothing = sees_nothing[:, 0]  # (B, 1 or L, 1)
+        if mask.ndim == 2:
+            nothing = nothing | ~mask[..., None]  # (B, L, 1)
+        return self.out(found).masked_fill(nothing, 0)  # (B, L, d)
+
+    def checked(self, x, mask, packed):
+        """The mask, if x and it are of the shapes in the docstring above; otherwise an error."""
+        if packed:
+            if x.ndim != 2 or mask is None:
+                raise ValueError(
+                    f"packed: x (T, d) and a mask (B, L) expected, x {tuple(x.shape)} found"
+                )
+            check_padding_mask(mask)
+            return mask
+        if x.ndim != 3:
+            raise ValueError(
+                f"x: shape (B, L, d) expected, {tuple(x.shape)} found; one sample alone is x[None],"
+                " and tokens of all samples in one row need packed=True"
+            )
+        if mask is None:
+            return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # (B, L)
+        B, L = x.shape[:2]
+        if torch.is_tensor(mask) and mask.ndim == 3:
+            check_mask(mask, (B, L, L))
+        else:
+            check_padding_mask(mask, (B, L))
+        return mask
+
+    def who_may_look(self, mask):
+        """mask (B, L) or (B, L, L) -> bool (B, 1, 1 or L, L), the same for all heads."""
+        if mask.ndim == 2:
+            allowed = mask[:, None, None]  # (B, 1, 1, L): all queries of a sample see the same keys
+        else:
+            allowed = mask[:, None]  # (B, 1, L, L)
+        if self.causal:
+            L = mask.shape[-1]
+            earlier = torch.ones(L, L, dtype=torch.bool, device=mask.device).tril()
+            allowed = allowed & earlier  # (B, 1, L, L)
+        return allowed
+
+    def look(self, q, k, v, allowed):
+        """softmax(q k^T / sqrt(D)) v, over the keys that are allowed: the formula at the top."""
+        if self.kernel == "fused":
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        # To divide q, not the scores, keeps the scores within the range of fp16.
+        q = q / math.sqrt(q.shape[-1])
+        scores = q @ k.transpose(-2, -1)  # (B, H, L, L), queries in rows
+        scores = scores.masked_fill(~allowed, -math.inf)  # e^-inf = 0: no weight at all
+        weights = scores.softmax(-1)  # (B, H, L, L), each row adds up to 1
+        return weights.to(v.dtype) @ v  # (B, H, L, D)
 
 
 class TemperatureSoftmax(nn.Module):
-    """softmax(scores / t) over the last dimension, with a temperature t that is learnt. Needs: check_mask.
+    """softmax(scores / t), with a temperature t that is learnt.
 
-    temperature: what t is before the first step, exactly; > 0. It never falls below a 70th of it.
-    scores (..., L), mask bool (..., L) or None -> weights (..., L), 0 where the mask is False, even if all of it is.
+    The temperature says how decided the softmax is. For scores 2 and 1:
+
+        t = 0.2    0.99  0.01      cold: nearly the largest alone
+        t = 1      0.73  0.27      the usual softmax
+        t = 5      0.55  0.45      hot: nearly the mean
+
+    A temperature must stay above 0, and an optimizer knows no bounds. So the parameter is a number
+    `raw` without bounds, and t = start * (softplus(raw) + 0.01) / (softplus(0) + 0.01), where
+    softplus(raw) = log(1 + e^raw) bends smoothly from 0 on the left into raw on the right.
+
+    temperature  what t is before the first step, exactly; > 0, else ValueError. t never falls below
+                 a 70th of it.
+
+    scores (..., L), mask bool (..., L) or None -> weights (..., L), 0 where the mask is False, even
+    if all of it is. Needs: math, torch, nn, F, check_mask.
     """
 
     def __init__(self, temperature=1.0):
@@ -180,8 +347,9 @@ class TemperatureSoftmax(nn.Module):
         self.raw = nn.Parameter(torch.zeros(()))
 
     def temperature(self):
-        # softplus(raw) = log(1 + e^raw) is above 0 on paper, and 0 in float32 where raw is below -104: hence the 0.01.
-        # Divided by its value at raw = 0, because softplus of its own inverse is 0.99999994 for some numbers, not 1.
+        # Softplus alone is above 0 on paper, but in float32 it is 0 where raw is below -104: hence
+        # the 0.01. A raw with softplus(raw) = start would not do either: rounded, the softplus of
+        # its own inverse is 0.99999994 for some numbers. Divided by itself, it is 1 exactly.
         now = F.softplus(self.raw) + 0.01
         first = F.softplus(torch.zeros_like(self.raw)) + 0.01
         return self.start * (now / first)
@@ -190,98 +358,212 @@ class TemperatureSoftmax(nn.Module):
         if mask is None:
             return (scores / self.temperature()).softmax(-1)
         check_mask(mask, scores.shape)
-        nothing = ~mask.any(-1, keepdim=True)  # as in SimpleSelfAttention: no softmax over nothing
-        scores = scores.masked_fill(~mask, 0) / self.temperature()  # before: t's gradient would be NaN where they are
-        return scores.masked_fill(~(mask | nothing), -math.inf).softmax(-1).masked_fill(nothing, 0)
+        # What is hidden becomes 0 before the division, for it may be NaN, and t's gradient then, too.
+        scores = scores.masked_fill(~mask, 0) / self.temperature()
+        # As in SimpleSelfAttention: no softmax over nothing, but over everything, and zeros after it.
+        nothing = ~mask.any(-1, keepdim=True)  # (..., 1)
+        weights = scores.masked_fill(~(mask | nothing), -math.inf).softmax(-1)
+        return weights.masked_fill(nothing, 0)
 
 
 class MaskedPooling(nn.Module):
-    """Mean of each sample's real tokens, weighted by a learnt score. Needs: TemperatureSoftmax, check_mask, unpack.
+    """One vector for each sample: the mean of its real tokens, weighted by a learnt score.
 
-    x (B, L, d), mask bool (B, L), or x (T, d), mask, segments int64 (T,), packed -> (B, d); zeros where no token is.
+    A classifier needs one vector, and a sample has many tokens. Vision transformers often add one
+    more token, the class token, that looks at the others and is read at the end. Pooling does the
+    same with less: each token gets a score, a softmax makes weights of the scores, and the answer
+    is the weighted mean. The weights can be looked at: they say where the answer came from.
+
+        tokens x     [1, 0]  [0, 2]  padding
+        scores         0       1        -
+        weights      0.27    0.73       0          softmax of the scores of real tokens
+        returned     0.27 * [1, 0] + 0.73 * [0, 2] = [0.27, 1.46]
+
+    x (B, L, d), mask bool (B, L), or packed=True, x (T, d) and a mask with T times True -> (B, d);
+    zeros for a sample without a token. The errors are those of SimpleSelfAttention.
+    Needs: nn, TemperatureSoftmax, check_mask, unpack.
     """
 
     def __init__(self, d_model):
         super().__init__()
         self.score = nn.Linear(d_model, 1)
+        # After a learnt layer the temperature adds nothing: score.weight / t is another weight. It
+        # stands here to be seen at work.
         self.softmax = TemperatureSoftmax()
 
-    def forward(self, x, mask, segments=None):
-        check_mask(mask, x.shape[:2] if segments is None else mask.shape)
-        if segments is None:
+    def forward(self, x, mask, packed=False):
+        if not packed:
+            check_mask(mask, x.shape[:2])
             x = x.masked_fill(~mask[..., None], 0)  # as in SimpleSelfAttention: 0 * NaN is NaN
-            weights = self.softmax(self.score(x).squeeze(-1), mask)  # (B, L)
+        weights = self.weights(x, mask, packed)  # (B, L)
+        if not packed:
             return (weights[:, None] @ x).squeeze(1)  # (B, 1, L) @ (B, L, d) -> (B, d)
-        weights = self.softmax(unpack(self.score(x).squeeze(-1), mask), mask)[mask]  # (T,)
-        return x.new_zeros(len(mask), x.shape[1]).index_add(0, segments, weights[:, None] * x)  # (B, d)
+        weighted = weights[mask][:, None] * x  # (T, d)
+        sample = mask.nonzero()[:, 0]  # (T,): 0 0 0 1 for samples of 3 tokens and of 1
+        return x.new_zeros(mask.shape[0], x.shape[1]).index_add(0, sample, weighted)  # (B, d)
+
+    def weights(self, x, mask, packed=False):
+        """The weights of all tokens, (B, L): a row adds up to 1, or to 0 where no token is real."""
+        scores = self.score(x).squeeze(-1)  # (B, L), or (T,)
+        if packed:
+            scores = unpack(scores, mask)  # (B, L)
+        return self.softmax(scores, mask)
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block (Xiong et al. 2020): tokens look at each other, then each is worked on by itself.
+    """A pre-norm transformer block: tokens look at each other, then each is worked on by itself.
 
-    x (B, L, d), finite, or packed (T, d), mask bool (B, L) -> the shape of x. Needs: SimpleSelfAttention.
+        x = x + attention(norm1(x))             what the other tokens know
+        x = x + down(gelu(up(norm2(x))))        what can be made of it, token by token
+
+    Both lines add to x instead of replacing it. This is the residual connection: through the plus
+    sign a gradient reaches the first layer unchanged, however many blocks lie between, and a block
+    that has learnt nothing yet does no harm. The norm brings each token to mean 0 and variance 1
+    before it enters a branch. It stands inside the branch (pre-norm); on the way itself, as in the
+    first transformers, it would rescale the gradient at every block, and training would need a long
+    warm-up.
+
+    d_model, n_heads, kernel, causal  as in SimpleSelfAttention
+    dropout                           of what each branch adds
+
+    x (B, L, d), mask (B, L), or packed=True and x (T, d) -> the shape of x. Padding may hold any
+    finite number. Xiong et al. 2020, arXiv 2002.04745. Needs: nn, F, SimpleSelfAttention.
     """
 
-    def __init__(self, d_model, n_heads, dropout=0.0, kernel="fused"):
+    def __init__(self, d_model, n_heads, dropout=0.0, kernel="fused", causal=False):
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(d_model), SimpleSelfAttention(d_model, n_heads, kernel)
+        self.norm1 = nn.LayerNorm(d_model)
+        self.attention = SimpleSelfAttention(d_model, n_heads, kernel, causal)
         self.norm2 = nn.LayerNorm(d_model)
-        self.up, self.down = nn.Linear(d_model, 4 * d_model), nn.Linear(4 * d_model, d_model)
+        self.up = nn.Linear(d_model, 4 * d_model)
+        self.down = nn.Linear(4 * d_model, d_model)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x, mask):
-        # The norms stand inside the branches: the way along the sums is free, and gradients reach the first layer.
-        x = x + self.dropout(self.attention(self.norm1(x), mask))
-        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+    def forward(self, x, mask=None, packed=False):
+        seen = self.attention(self.norm1(x), mask, packed)
+        x = x + self.dropout(seen)
+        made = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.dropout(made)
 
 
 class AttentionClassifier(nn.Module):
-    """A small vision transformer (Dosovitskiy et al. 2021), for any number of patches, of P pixels in `places` places.
+    """A small vision transformer: patches of an image are tokens, and blocks let them talk.
 
-    grad_checkpoint: store only each block's input and recompute the rest in the backward pass (Chen et al. 2016).
+        tokens (B, L, P)  -> embed, + position embedding -> blocks -> norm -> pool -> head -> (B, K)
 
-    batch = (tokens float (B, L, P), positions int64 (B, L), mask bool (B, L)), in which padding may hold anything
-    or packed (tokens (T, P), positions (T,), mask (B, L), segments int64 (T,)) -> logits (B, K). ValueError for a
-    position that is no place (a GPU has its own error). Needs: Block, MaskedPooling, check_mask, init_weights.
+    Attention treats its tokens as a set: shuffled, they give the same answers, and a digit would be
+    a bag of patches. So each token carries where it was: a learnt vector for each place, the position
+    embedding, is added to it. As the place travels with the token, blank patches can be left out.
+
+    Gradient checkpointing trades time for memory. A backward pass needs what the forward pass
+    computed, and usually every layer's output is kept for it. With grad_checkpoint only the input of
+    each block is kept; in the backward pass the block runs forward once more, from its last to its
+    first, and what it needs is there again. Memory for one block at a time, and about a third more
+    work: forward, forward again, backward (which costs two forwards).
+    Dropout draws the same again, and QuantActivation counts such a pass once. Batch norm does not: a
+    fork that puts it into a block would move its running statistics twice a step (halve its
+    momentum, or take a norm without running statistics).
+
+    width            d
+    dropout, kernel  of each block
+    classes          K
+    grad_checkpoint  as above, in training
+    blocks, n_heads  number of blocks, and of heads in each
+    patch            P, pixels of a patch (times channels)
+    places           number of places that a patch can come from: 7 x 7 = 49 for MNIST
+
+    batch = (tokens float (B, L, P), positions int64 (B, L), mask bool (B, L)), in which padding may
+    hold anything; or packed (tokens (T, P), positions (T,), mask (B, L)) -> logits (B, K). What
+    follows in the tuple is not used. ValueError for shapes that do not fit and for a position that
+    is no place (a GPU has its own error for that).
+
+    Dosovitskiy et al. 2021, arXiv 2010.11929. Checkpointing: Chen et al. 2016, arXiv 1604.06174.
+    Needs: nn, checkpoint, Block, MaskedPooling, check_padding_mask, can_read, init_weights.
     """
 
     def __init__(
-        self, width=64, dropout=0.0, classes=10, kernel="fused", grad_checkpoint=False,
-        blocks=2, n_heads=4, patch=16, places=49,
+        self,
+        width=64,
+        dropout=0.0,
+        classes=10,
+        kernel="fused",
+        grad_checkpoint=False,
+        blocks=2,
+        n_heads=4,
+        patch=16,
+        places=49,
     ):
         super().__init__()
-        self.embed, self.place = nn.Linear(patch, width), nn.Embedding(places, width)
-        self.blocks = nn.ModuleList(Block(width, n_heads, dropout, kernel) for _ in range(blocks))
-        self.norm, self.pool, self.head = nn.LayerNorm(width), MaskedPooling(width), nn.Linear(width, classes)
+        self.embed = nn.Linear(patch, width)
+        self.place = nn.Embedding(places, width)
+        self.blocks = nn.ModuleList()
+        for _ in range(blocks):
+            self.blocks.append(Block(width, n_heads, dropout, kernel))
+        self.norm = nn.LayerNorm(width)
+        self.pool = MaskedPooling(width)
+        self.head = nn.Linear(width, classes)
         self.grad_checkpoint = grad_checkpoint
         self.apply(init_weights)
 
     def forward(self, batch):
-        tokens, positions, mask, *segments = batch
-        if tokens.ndim == 3:
-            check_mask(mask, positions.shape)
-            tokens, positions = tokens.masked_fill(~mask[..., None], 0), positions.masked_fill(~mask, 0)
-        try:
-            # Attention itself does not know an order: without the place a digit would be a bag of patches.
-            x = self.embed(tokens) + self.place(positions)  # (B, L, d) or (T, d)
-        except IndexError:
-            low, high = positions.min(), positions.max()
-            raise ValueError(f"positions {low} to {high}, places 0 to {self.place.num_embeddings - 1}") from None
+        x, mask, packed = self.features(batch)
+        return self.head(self.pool(x, mask, packed))  # (B, K)
+
+    def features(self, batch):
+        """The tokens after all blocks, x (B, L, d) or (T, d); the mask; and whether x is packed."""
+        tokens, positions, mask = batch[:3]
+        packed = tokens.ndim == 2
+        self.check_batch(tokens, positions, mask, packed)
+        if not packed:
+            tokens = tokens.masked_fill(~mask[..., None], 0)
+            positions = positions.masked_fill(~mask, 0)
+        self.check_places(positions)
+        x = self.embed(tokens) + self.place(positions)  # (B, L, d), or (T, d)
         for block in self.blocks:
             if self.grad_checkpoint and self.training:
-                x = checkpoint(block, x, mask, use_reentrant=False)  # restores the generator: dropout repeats
+                x = checkpoint(block, x, mask, packed, use_reentrant=False)
             else:
-                x = block(x, mask)
-        return self.head(self.pool(self.norm(x), mask, *segments))  # (B, K)
+                x = block(x, mask, packed)
+        return self.norm(x), mask, packed
+
+    def check_batch(self, tokens, positions, mask, packed):
+        """A ValueError or TypeError unless the three tensors fit together."""
+        if tokens.ndim not in (2, 3) or tokens.shape[:-1] != positions.shape:
+            raise ValueError(
+                "tokens (B, L, P) with positions (B, L), or packed (T, P) with (T,) expected,"
+                f" {tuple(tokens.shape)} with {tuple(positions.shape)} found"
+            )
+        if packed:
+            check_padding_mask(mask)
+        else:
+            check_padding_mask(mask, positions.shape)
+
+    def check_places(self, positions):
+        """ValueError for a position that is no place: the embedding's own error names no number."""
+        if not can_read(positions) or positions.numel() == 0:
+            return
+        low = positions.min().item()
+        high = positions.max().item()
+        places = self.place.num_embeddings
+        if low < 0 or high >= places:
+            raise ValueError(f"positions {low} to {high}, places 0 to {places - 1}")
 
 
 def init_weights(module):
-    """For model.apply(init_weights): linear layers as Glorot and Bengio (2010), biases 0."""
+    """Starting weights, for model.apply(init_weights).
+
+    Outputs should vary about as much as inputs, and gradients likewise on their way back, or both
+    shrink or grow from layer to layer. For a linear layer from n to m features Glorot and Bengio
+    (2010) chose the variance 2 / (n + m) between the two demands. Biases start at 0. Position
+    embeddings start about as large as the embedded pixels that they are added to.
+
+    module: any; layers other than nn.Linear and nn.Embedding stay as they are. Needs: nn.
+    """
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         nn.init.zeros_(module.bias)
     elif isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=0.5)  # places about as large as the embedded pixels that they join
+        nn.init.normal_(module.weight, std=0.5)
 
 
 # ---------------------------------------------------------------------------------------------------- quantization

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 import data
 import utils
-from helpers import NORM
-from model import AttentionClassifier, MaskedPooling, SimpleSelfAttention, TemperatureSoftmax, init_weights, unpack
+from model import (
+    AttentionClassifier, Block, MaskedPooling, SimpleSelfAttention, TemperatureSoftmax, init_weights, unpack,
+)
 
 KERNELS = pytest.mark.parametrize("kernel", ["manual", "fused"])
 collate_tokens, collate_packed = (partial(collate, **NORM) for collate in (data.collate_tokens, data.collate_packed))
@@ -56,8 +57,10 @@ def test_equals_multihead_attention_in_outputs_and_gradients(kernel, masked):
         x = x.detach().masked_fill(~GATES[..., None], 0).requires_grad_()  # theirs looks at padded queries as well
     mask = GATES if masked else None
     mine, reference = ours(x, mask), theirs(x, x, x, key_padding_mask=~GATES if masked else None, need_weights=False)[0]
-    assert (mine - reference).abs().max() < 1e-5
     real = GATES[..., None] if masked else torch.ones(4, 7, 1)  # nobody asks what a padded query answers
+    assert ((mine - reference) * real).abs().max() < 1e-5
+    if masked:
+        assert not mine[~GATES].any()
     mine = gradients(mine * real, [x, ours.qkv.weight, ours.qkv.bias, ours.out.weight, ours.out.bias])
     theirs = gradients(reference * real, [x, theirs.in_proj_weight, theirs.in_proj_bias, theirs.out_proj.weight, theirs.out_proj.bias])
     error = largest([(mine[0] * real), *mine[1:]], [(theirs[0] * real), *theirs[1:]])
@@ -79,12 +82,72 @@ def test_manual_equals_fused_also_with_a_mask_for_each_query(shape):
     assert not results[0][0][0].any()
 
 
-def test_causal_mask_is_that_of_scaled_dot_product_attention():
-    layer, x = attention("manual"), torch.randn(2, 7, 16)
+@KERNELS
+def test_causal_is_that_of_scaled_dot_product_attention(kernel):
+    layer = attention(kernel)
+    x = torch.randn(2, 7, 16, requires_grad=True)
     q, k, v = layer.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
     theirs = layer.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-    ours = layer(x, torch.ones(7, 7, dtype=torch.bool).tril().expand(2, 7, 7))
-    assert (ours - theirs).abs().max() < 1e-5
+    by_mask = layer(x, torch.ones(7, 7, dtype=torch.bool).tril().expand(2, 7, 7))
+    layer.causal = True
+    inputs = [x, *layer.parameters()]
+    for reference in (theirs, by_mask):
+        ours = layer(x)
+        assert (ours - reference).abs().max() < 1e-5
+        assert largest(gradients(ours, inputs), gradients(reference, inputs)) < 1e-5
+
+
+@KERNELS
+def test_causal_with_padding_and_packed_equals_a_mask_for_each_query(kernel):
+    torch.manual_seed(0)
+    layer = SimpleSelfAttention(16, 4, kernel, causal=True)
+    plain = SimpleSelfAttention(16, 4, kernel)
+    plain.load_state_dict(layer.state_dict())
+    row = torch.randn(16, 16, requires_grad=True)
+    triangle = torch.ones(7, 7, dtype=torch.bool).tril()
+    reference = plain(unpack(row, GATES), GATES[:, None] & triangle)[GATES]
+    expected = gradients(reference, [row, *plain.parameters()])
+    for ours in (layer(unpack(row, GATES), GATES)[GATES], layer(row, GATES, packed=True)):
+        assert (ours - reference).abs().max() < 1e-5
+        assert largest(gradients(ours, [row, *layer.parameters()]), expected) < 1e-5
+
+
+class LanguageModel(nn.Module):
+    """What somebody makes of Block who copies it: a causal model of text. tokens int64 -> logits of the next token."""
+
+    def __init__(self, letters=11, width=16):
+        super().__init__()
+        self.embed = nn.Embedding(letters, width)
+        self.place = nn.Embedding(20, width)
+        self.blocks = nn.ModuleList([Block(width, 4, causal=True), Block(width, 4, causal=True)])
+        self.head = nn.Linear(width, letters)
+
+    def forward(self, tokens, positions, mask, packed=False):
+        x = self.embed(tokens) + self.place(positions)
+        for block in self.blocks:
+            x = block(x, mask, packed)
+        return self.head(x)
+
+
+def test_a_causal_language_model_agrees_padded_and_packed_and_never_looks_ahead():
+    torch.manual_seed(0)
+    network = LanguageModel()
+    tokens, positions = torch.randint(11, (4, 7)), torch.arange(7).expand(4, 7)
+    padded = network(tokens, positions, GATES)
+    packed = network(tokens[GATES], positions[GATES], GATES, packed=True)
+    assert (padded[GATES] - packed).abs().max() < 1e-5
+    targets, parameters = torch.randint(11, (16,)), list(network.parameters())
+    theirs, ours = (torch.autograd.grad(F.cross_entropy(logits, targets), parameters) for logits in (padded[GATES], packed))
+    assert largest(theirs, ours) < 1e-5
+    for place in range(7):
+        changed = tokens.clone()
+        changed[:, place] = (changed[:, place] + 1) % 11
+        again = network(changed, positions, GATES)
+        assert not (again - padded)[:, :place].any()
+        assert (again - padded)[GATES[:, place], place].abs().amax() > 1e-3
+        again = network(changed[GATES], positions[GATES], GATES, packed=True)
+        earlier = positions[GATES] < place
+        assert not (again - packed)[earlier].any()
 
 
 @KERNELS
@@ -145,6 +208,86 @@ def test_a_mask_of_another_type_or_shape_is_an_error():
         layer(x, torch.ones(4, 7, 6, dtype=torch.bool))
     with pytest.raises(ValueError, match="10 is not a multiple of n_heads 4"):
         SimpleSelfAttention(10, 4)
+    with pytest.raises(ValueError, match="kernel 'flash': manual or fused"):
+        SimpleSelfAttention(8, 4, "flash")
+
+
+def test_packed_tokens_are_never_guessed():
+    layer, pool, row, one = attention("manual"), MaskedPooling(16), torch.randn(16, 16), torch.ones(16, dtype=torch.bool)
+    for mask in (None, GATES, one, torch.ones(16, 16, dtype=torch.bool)):  # one sample without a batch is no packed row
+        with pytest.raises(ValueError, match=r"\(B, L, d\) expected, \(16, 16\) found; one sample alone is x\[None\]"):
+            layer(row, mask)
+    with pytest.raises(ValueError, match="packed: x "):
+        layer(row, None, packed=True)
+    with pytest.raises(ValueError, match="packed: x "):
+        layer(row[None], GATES, packed=True)
+    for mask in (one, torch.ones(2, 8, 8, dtype=torch.bool)):
+        for call in (lambda: layer(row, mask, packed=True), lambda: pool(row, mask, packed=True), lambda: unpack(row, mask)):
+            with pytest.raises(ValueError, match=r"mask: shape \(B, L\) expected"):
+                call()
+    with pytest.raises(TypeError, match="bool expected"):
+        layer(row, GATES.int(), packed=True)
+    for count in (1, 15, 17):  # one token alone would be copied into all places
+        x = torch.randn(count, 16)
+        for call in (lambda: layer(x, GATES, packed=True), lambda: pool(x, GATES, packed=True), lambda: unpack(x, GATES)):
+            with pytest.raises(ValueError, match=f"{count} packed tokens, but 16 times True"):
+                call()
+
+
+@pytest.mark.parametrize("count", [3, 7])
+def test_a_causal_mask_is_not_taken_for_padding_where_both_fit(count):
+    layer, network = attention("manual"), classifier()
+    x, places = torch.randn(count, count, 16), torch.arange(count).expand(count, count)
+    triangle = torch.ones(count, count, dtype=torch.bool).tril()
+    for mask in (triangle, ~triangle):
+        for call in (lambda: layer(x, mask), lambda: layer(x[mask], mask, packed=True), lambda: network((x, places, mask))):
+            with pytest.raises(ValueError, match="is this a causal mask"):
+                call()
+    layer(x, triangle.flip(0))  # the same samples in another order
+    layer(x, triangle.expand(count, count, count))  # for each query
+
+
+def test_tokens_that_do_not_fit_their_places_are_an_error():
+    network, places = classifier(), torch.arange(16)
+    for tokens, positions, mask in (
+        (torch.randn(7, 16), torch.arange(7), torch.ones(7, dtype=torch.bool)),  # one sample without a batch
+        (torch.randn(16, 16), places[:15], GATES),
+        (torch.randn(16, 16), places, torch.ones(2, 8, 8, dtype=torch.bool)),
+        (torch.randn(15, 16), places[:15], GATES),
+        (torch.randn(4, 7, 16), places[:7], GATES),
+        (torch.randn(4, 7, 16), places[:7].expand(4, 7), torch.ones(4, 7, 7, dtype=torch.bool)),
+    ):
+        with pytest.raises(ValueError, match="expected|packed tokens"):
+            network((tokens, positions, mask))
+
+
+def test_checks_do_not_halt_a_gpu(monkeypatch):
+    import model
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    with FakeTensorMode(), torch.device("cuda"):  # a line that reads a value raises there
+        network = AttentionClassifier(16)
+        mask = torch.ones(4, 4, dtype=torch.bool).tril()
+        network((torch.randn(4, 4, 16), torch.zeros(4, 4, dtype=torch.int64), mask))
+        Block(16, 4, causal=True)(torch.randn(4, 4, 16), mask)
+
+    read = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "_local_scalar_dense" in str(function) or "equal.default" in str(function):
+                read.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    batch, _ = data.collate_packed(digits(range(8)))
+    with Watch():
+        classifier()(batch)
+        assert read  # on a CPU the positions are checked
+        read.clear()
+        monkeypatch.setattr(model, "can_read", lambda x: False)  # as on a GPU
+        classifier()(batch)
+    assert not read
 
 
 @KERNELS
@@ -152,7 +295,7 @@ def test_packed_equals_a_block_diagonal_mask_and_the_padded(kernel):
     layer, segments = attention(kernel), GATES.nonzero()[:, 0]
     row = torch.randn(16, 16, requires_grad=True)  # 3 + 1 + 5 + 7 tokens
     results = []
-    for y in (layer(row, GATES), layer(row[None], (segments[:, None] == segments)[None])[0], layer(unpack(row, GATES), GATES)[GATES]):
+    for y in (layer(row, GATES, packed=True), layer(row[None], (segments[:, None] == segments)[None])[0], layer(unpack(row, GATES), GATES)[GATES]):
         results.append([y, *gradients(y, [row, *layer.parameters()])])
     assert largest(results[0], results[1]) < 1e-5 and largest(results[0], results[2]) < 1e-5
 
@@ -308,6 +451,20 @@ def test_one_fully_masked_row_leaves_the_others_alone(kernel):  # M01
     assert logits.isfinite().all() and all(p.grad.isfinite().all() for p in network.parameters())
     others = [i for i in range(8) if i != 3]
     assert (logits[others] - network((tokens[others], positions[others], mask[others]))).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("tokens", ["fixed", "dynamic"])
+def test_export_takes_any_batch(tokens):
+    batches, lengths = torch.export.Dim("batch", min=1, max=4096), torch.export.Dim("tokens", min=1, max=49)
+    sizes = {0: batches, 1: lengths} if tokens == "dynamic" else {0: batches}
+    network = classifier("fused").eval()
+    example = torch.randn(3, 49, 16), torch.arange(49).expand(3, 49).contiguous(), torch.rand(3, 49) < 0.5
+    program = torch.export.export(network, (example,), dynamic_shapes=((sizes, sizes, sizes),)).module()
+    for B in (1, 2, 5):
+        for L in (1, 5, 20, 49) if tokens == "dynamic" else (49,):
+            mask = torch.rand(B, L) < 0.5
+            batch = torch.randn(B, L, 16), torch.randint(49, (B, L)), mask
+            assert (program(batch) - network(batch)).abs().max() < 1e-5
 
 
 def test_a_place_that_does_not_exist_is_an_error():
