@@ -549,6 +549,36 @@ class AttentionClassifier(nn.Module):
             raise ValueError(f"positions {low} to {high}, places 0 to {places - 1}")
 
 
+def attention_weights(model, batch):
+    """How much each place of each sample contributed to the answer of an AttentionClassifier.
+
+    These are the weights of the pooling, put back to where the tokens came from. A place without a
+    token has 0; the weights of a sample add up to 1 (to 0 if it has no token). Drawn over the image
+    they show where the network looked at the end. It is not the whole story, for tokens have looked
+    at each other in the blocks before.
+
+    model   an AttentionClassifier; it computes in evaluation mode and is left as it was
+    batch   what the model takes, padded or packed
+    returns float32 (B, places), >= 0, without a gradient. Needs: torch, unpack.
+    """
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            x, mask, packed = model.features(batch)
+            weights = model.pool.weights(x, mask, packed).float()  # (B, L)
+    finally:
+        for module in in_training:
+            module.training = True
+    positions = batch[1]
+    if packed:
+        positions = unpack(positions, mask)  # (B, L)
+    else:
+        positions = positions.masked_fill(~mask, 0)  # padding may hold anything; its weight is 0
+    by_place = weights.new_zeros(mask.shape[0], model.place.num_embeddings)
+    return by_place.scatter_add(1, positions, weights)  # (B, places)
+
+
 def init_weights(module):
     """Starting weights, for model.apply(init_weights).
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import data
 import utils
 from model import (
-    AttentionClassifier, Block, MaskedPooling, SimpleSelfAttention, TemperatureSoftmax, init_weights, unpack,
+    AttentionClassifier, Block, MaskedPooling, SimpleSelfAttention, TemperatureSoftmax, attention_weights, init_weights, unpack,
 )
 
 KERNELS = pytest.mark.parametrize("kernel", ["manual", "fused"])
@@ -465,6 +465,35 @@ def test_export_takes_any_batch(tokens):
             mask = torch.rand(B, L) < 0.5
             batch = torch.randn(B, L, 16), torch.randint(49, (B, L)), mask
             assert (program(batch) - network(batch)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("collate", [data.collate_tokens, data.collate_packed])
+def test_attention_weights_say_what_entered_the_answer(collate):
+    images, labels = digits(range(8))
+    images[3] = 0
+    batch, _ = collate((images, labels))
+    network = classifier(dropout=0.5)
+    network.head.eval()  # a part that is frozen stays so
+    seen = []
+    hook = network.pool.softmax.register_forward_hook(lambda layer, inputs, weights: seen.append(weights))
+    network.eval()(batch)
+    hook.remove()
+    network.train()
+    network.head.eval()
+    weights = attention_weights(network, batch)
+    assert network.training and network.blocks[0].dropout.training and not network.head.training
+    assert weights.shape == (8, 49) and weights.dtype == torch.float32 and not weights.requires_grad and (weights >= 0).all()
+    inked = F.max_pool2d(images, 4).flatten(1) > 0  # (8, 49)
+    assert torch.equal(weights > 0, inked)
+    assert weights.sum(1).tolist() == pytest.approx([1, 1, 1, 0, 1, 1, 1, 1])
+    for i in range(8):  # tokens stand in the order of their places
+        assert torch.equal(weights[i][inked[i]], seen[0][i][: inked[i].sum()])
+
+
+def test_attention_weights_ignore_what_padding_holds():
+    network, (tokens, positions, mask) = classifier(), data.collate_tokens(digits(range(4)))[0]
+    garbage = positions.masked_fill(~mask, 10**6)
+    assert torch.equal(attention_weights(network, (tokens, garbage, mask)), attention_weights(network, (tokens, positions, mask)))
 
 
 def test_a_place_that_does_not_exist_is_an_error():

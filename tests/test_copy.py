@@ -80,6 +80,7 @@ RUNS = {
     "model.MaskedPooling": lambda f, folder: f(8)(torch.rand(2, 3, 8), GATES).shape == (2, 8),
     "model.Block": lambda f, folder: f(8, 2)(torch.rand(4, 8), GATES, packed=True).shape == (4, 8),
     "model.AttentionClassifier": lambda f, folder: f(16)(tokens).shape == (4, 10),
+    "model.attention_weights": lambda f, folder: f(model.AttentionClassifier(16), tokens).shape == (4, 49),
     "model.init_weights": lambda f, folder: f(torch.nn.Linear(2, 2)) is None,
     "model.RoundSTE": lambda f, folder: f.apply(torch.tensor([0.6]), torch.tensor(0.5), -1, 1).item() == 0.5,
     "model.largest_integer": lambda f, folder: f(8) == 127,
