@@ -1,17 +1,35 @@
 """Networks: a batch goes in, one row of logits for each sample comes out.
 
-SimpleCNN            images (B, C, H, W) -> logits (B, K)
-AttentionClassifier  (tokens (B, L, P), positions (B, L), mask (B, L)) -> logits (B, K); its parts stand above it
-quantize             either of them with weights of 2 to 8 bits, by the straight-through estimator RoundSTE
+    1. Convolutions    SimpleCNN             images (B, C, H, W) -> logits (B, K)
 
-A mask is bool, True = a real token, everywhere. This file knows nothing of files or training and imports torch alone.
-`python model.py` shows the shapes on their way through the networks.
+    2. Attention       check_mask            what a mask is: True = a real token, everywhere
+                       unpack                packed tokens back into their padded places
+                       SimpleSelfAttention   tokens look at each other; padding, packing, causal
+                       TemperatureSoftmax    a softmax whose sharpness is learnt
+                       MaskedPooling         one vector for each sample
+                       Block                 attention and a small network for each token
+                       AttentionClassifier   (tokens, positions, mask) -> logits (B, K)
+                       attention_weights     which places contributed to the answer
+                       init_weights, count_parameters
 
-Letters: B samples in a batch, C channels, K classes; L tokens of the longest sample, T real tokens in the batch, each
-with P pixels, d its width in the network, H heads of width D = d / H. "Needs" in a docstring: what to copy along.
+    3. Quantization    RoundSTE              rounding that can be learnt through
+                       fake_quantize         floats that take only the values of few bits
+                       QuantConv2d, QuantLinear, QuantActivation
+                       quantize              either network with weights of 2 to 8 bits
+
+    Extras             pack_weights, unpack_weights: such weights as bytes in a file
+
+This file knows nothing of files or training, and imports torch alone. `python model.py` shows the
+shapes on their way through both networks.
+
+Letters in shapes: B samples in a batch, C channels, H and W height and width, K classes; L tokens
+of the longest sample, T real tokens of all samples, P pixels of a patch, d the width of a token in
+the network; in attention, H heads of width D = d / H. "Needs" at the end of a docstring: what to
+copy along, imports first.
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -19,7 +37,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.module_tracker import ModuleTracker
 
-# ---------------------------------------------------------------------------------------------------- convolutions
+# --------------------------------------------------------------------------------------------------
+# 1. Convolutions
+# --------------------------------------------------------------------------------------------------
 
 
 class SimpleCNN(nn.Module):
@@ -39,7 +59,7 @@ class SimpleCNN(nn.Module):
     decide. Dropout between them removes hidden units at random in training, so that no unit can
     rely on one other alone.
 
-    width    channels of the first convolution; the layers after it have 2, 4 times as many
+    width    channels of the first convolution; the second has 2 width, the hidden layer 4 width
     dropout  probability with which a hidden unit is dropped, 0 <= dropout < 1
     classes  K, the number of logits
     norm     "none"; "batch", with statistics of all images of one forward pass, which differ
@@ -72,10 +92,10 @@ class SimpleCNN(nn.Module):
             self.norm2 = nn.GroupNorm(math.gcd(8, 2 * width), 2 * width)
         else:
             raise ValueError(f"norm {norm!r}: none, batch or group expected")
-        # Padding 1 adds a frame of zeros, so that a 3 x 3 filter leaves as many pixels as there were.
+        # Padding 1 adds a frame of zeros, so that a 3 x 3 filter does not shrink the image.
         self.conv1 = nn.Conv2d(channels, width, kernel_size=3, padding=1)
         self.conv2 = nn.Conv2d(width, 2 * width, kernel_size=3, padding=1)
-        # Each pooling halves height and width and drops an odd last row: 28 -> 14 -> 7, 30 -> 15 -> 7.
+        # Each pooling halves height and width, rounded down: 28 -> 14 -> 7, and 30 -> 15 -> 7.
         self.fc1 = nn.Linear(2 * width * (height // 4) * (breadth // 4), 4 * width)
         self.fc2 = nn.Linear(4 * width, classes)
         self.dropout = nn.Dropout(dropout)
@@ -95,7 +115,7 @@ class SimpleCNN(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# Attention: masks, self-attention, pooling, block, classifier
+# 2. Attention: masks, self-attention, pooling, block, classifier
 # --------------------------------------------------------------------------------------------------
 
 
@@ -136,8 +156,8 @@ def check_padding_mask(mask, shape=None):
     """An error unless `mask` is bool (B, L), and for a causal mask (L, L) that fits because B = L.
 
     Both kinds have two dimensions then, and the wrong reading would give numbers that look right.
-    A triangle of 3 or more tokens, of either polarity, is taken for a causal mask. As a padding mask
-    it would be a batch of exactly 1, 2, ... L tokens in this order: in any other order it passes.
+    A triangle of 3 or more tokens, of either polarity, is taken for a causal mask. As a padding
+    mask it would say that the samples have 1, 2, ... L tokens, in this very order.
 
     TypeError for another dtype, ValueError for another shape (None: any B and L) and the triangle.
     Needs: torch, check_mask, can_read.
@@ -152,8 +172,8 @@ def check_padding_mask(mask, shape=None):
         triangle = torch.ones_like(mask).tril()
         if torch.equal(mask, triangle) or torch.equal(mask, ~triangle):
             raise ValueError(
-                f"mask {tuple(mask.shape)}: is this a causal mask? Give causal=True to the layer, or"
-                " a mask (B, L, L). If it is padding, put the samples in another order"
+                f"mask {tuple(mask.shape)}: is this a causal mask? Give causal=True to the"
+                " layer, or a mask (B, L, L). If it is padding, put the samples in another order"
             )
 
 
@@ -161,12 +181,23 @@ def can_read(x):
     """Whether Python may look at the values of x: not on a GPU, nor while a graph is being traced.
 
     `if x.max() > 3` needs the number now. A GPU works behind the program and would have to catch up
-    first, at each such line; in a traced graph (torch.compile, torch.export) there is no number yet.
-    So checks of values are made on CPU tensors alone. Needs: torch.
+    first, at each such line; in a traced graph (torch.compile, torch.export) there is no number
+    yet. So checks of values are made on CPU tensors alone. Needs: torch.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     return x.device.type == "cpu"
+
+
+def check_tokens(x, packed):
+    """ValueError unless x is (B, L, d), or (T, d) and said to be packed: nothing is guessed."""
+    if packed and x.ndim != 2:
+        raise ValueError(f"packed tokens: shape (T, d) expected, {tuple(x.shape)} found")
+    if not packed and x.ndim != 3:
+        raise ValueError(
+            f"x: shape (B, L, d) expected, {tuple(x.shape)} found; one sample alone is x[None],"
+            " and tokens of all samples in one row need packed=True"
+        )
 
 
 def unpack(x, mask):
@@ -178,8 +209,8 @@ def unpack(x, mask):
         x      a b c d           mask  1 1 1 .      returned  a b c 0
                                        1 . . .                d 0 0 0
 
-    x (T, ...), mask bool (B, L) with T times True -> (B, L, ...), 0 where the mask is False. The way
-    back is x[mask]. TypeError for another mask, ValueError for another number of True.
+    x (T, ...), mask bool (B, L) with T times True -> (B, L, ...), 0 where the mask is False. The
+    way back is x[mask]. TypeError for another mask, ValueError for another number of True.
     Needs: check_mask.
     """
     check_mask(mask)
@@ -198,8 +229,8 @@ class SimpleSelfAttention(nn.Module):
     """Multi-head scaled dot-product self-attention, written out.
 
     Each token asks a question (its query q), offers a label (its key k) and holds some content (its
-    value v); all three are learnt linear maps of it. It compares its query with every key, turns the
-    scores into weights that add up to 1, and takes the weighted mean of the values:
+    value v); all three are learnt linear maps of it. It compares its query with every key, turns
+    the scores into weights that add up to 1, and takes the weighted mean of the values:
 
         attention(Q, K, V) = softmax(Q K^T / sqrt(D)) V
 
@@ -209,16 +240,16 @@ class SimpleSelfAttention(nn.Module):
         weights  [1, e^2] / (1 + e^2) = [0.12, 0.88]
         output   0.12 * 10 + 0.88 * 20 = 18.8
 
-    Why divide by sqrt(D): a score is a sum of D products. If the factors are independent with mean 0
-    and variance 1, its variance is D. At D = 64 scores of 8 or -8 would be usual, the softmax would
-    choose one key with a weight near 1, and almost no gradient would reach the others.
+    Why divide by sqrt(D): a score is a sum of D products. If the factors are independent with mean
+    0 and variance 1, its variance is D. At D = 64 scores of 8 or -8 would be usual, the softmax
+    would choose one key with a weight near 1, and almost no gradient would reach the others.
 
-    Why several heads: one softmax gives one set of weights, so a token could look for one thing at a
-    time. H heads of width D = d / H look for H things, for the price of one head of width d.
+    Why several heads: one softmax gives one set of weights, so a token could look for one thing at
+    a time. H heads of width D = d / H look for H things, for the price of one head of width d.
 
     d_model, n_heads  width d of a token, and the number H of heads that share it
     kernel            "manual", written out, or "fused", F.scaled_dot_product_attention: the same
-                      function, which never stores the (L, L) weights
+                      function, which need not store the (L, L) weights
     causal            each token looks at itself and earlier ones only
 
     Padded: x (B, L, d), mask (B, L), True = a real token; or (B, L, L), True = the query (row) may
@@ -232,7 +263,7 @@ class SimpleSelfAttention(nn.Module):
     TypeError for a mask that is not bool, ValueError for shapes that do not fit.
 
     Vaswani et al. 2017, arXiv 1706.03762.
-    Needs: math, torch, nn, F, check_mask, check_padding_mask, unpack.
+    Needs: math, torch, nn, F, check_tokens, check_mask, check_padding_mask, unpack.
     """
 
     def __init__(self, d_model, n_heads, kernel="fused", causal=False):
@@ -259,8 +290,8 @@ class SimpleSelfAttention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # (B, H, L, D) each
 
         allowed = self.who_may_look(mask)  # (B, 1, 1 or L, L)
-        # A softmax over nothing is 0 / 0 = NaN, and its gradient would spoil all weights. So a query
-        # that may look at nothing looks at everything here, and gets its zeros at the end.
+        # A softmax over nothing is 0 / 0 = NaN, and its gradient would spoil all weights. So a
+        # query that may look at nothing looks at everything here, and gets its zeros at the end.
         sees_nothing = ~allowed.any(-1, keepdim=True)  # (B, 1, 1 or L, 1)
         found = self.look(q, k, v, allowed | sees_nothing)  # (B, H, L, D)
         found = found.transpose(1, 2).flatten(2)  # (B, L, d): the heads side by side
@@ -274,21 +305,13 @@ class SimpleSelfAttention(nn.Module):
 
     def checked(self, x, mask, packed):
         """The mask, if x and it are of the shapes in the docstring above; otherwise an error."""
+        check_tokens(x, packed)
         if packed:
-            if x.ndim != 2 or mask is None:
-                raise ValueError(
-                    f"packed: x (T, d) and a mask (B, L) expected, x {tuple(x.shape)} found"
-                )
-            check_padding_mask(mask)
+            check_padding_mask(mask)  # not None: it says where a sample ends
             return mask
-        if x.ndim != 3:
-            raise ValueError(
-                f"x: shape (B, L, d) expected, {tuple(x.shape)} found; one sample alone is x[None],"
-                " and tokens of all samples in one row need packed=True"
-            )
-        if mask is None:
-            return torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)  # (B, L)
         B, L = x.shape[:2]
+        if mask is None:
+            return torch.ones(B, L, dtype=torch.bool, device=x.device)
         if torch.is_tensor(mask) and mask.ndim == 3:
             check_mask(mask, (B, L, L))
         else:
@@ -333,7 +356,7 @@ class TemperatureSoftmax(nn.Module):
     softplus(raw) = log(1 + e^raw) bends smoothly from 0 on the left into raw on the right.
 
     temperature  what t is before the first step, exactly; > 0, else ValueError. t never falls below
-                 a 70th of it.
+                 a 71st of it.
 
     scores (..., L), mask bool (..., L) or None -> weights (..., L), 0 where the mask is False, even
     if all of it is. Needs: math, torch, nn, F, check_mask.
@@ -358,9 +381,9 @@ class TemperatureSoftmax(nn.Module):
         if mask is None:
             return (scores / self.temperature()).softmax(-1)
         check_mask(mask, scores.shape)
-        # What is hidden becomes 0 before the division, for it may be NaN, and t's gradient then, too.
+        # Hidden scores may be NaN, which would reach the gradient of t: so they are 0 first.
         scores = scores.masked_fill(~mask, 0) / self.temperature()
-        # As in SimpleSelfAttention: no softmax over nothing, but over everything, and zeros after it.
+        # A softmax over nothing would be NaN: it runs over everything, and its result becomes 0.
         nothing = ~mask.any(-1, keepdim=True)  # (..., 1)
         weights = scores.masked_fill(~(mask | nothing), -math.inf).softmax(-1)
         return weights.masked_fill(nothing, 0)
@@ -381,7 +404,7 @@ class MaskedPooling(nn.Module):
 
     x (B, L, d), mask bool (B, L), or packed=True, x (T, d) and a mask with T times True -> (B, d);
     zeros for a sample without a token. The errors are those of SimpleSelfAttention.
-    Needs: nn, TemperatureSoftmax, check_mask, unpack.
+    Needs: nn, TemperatureSoftmax, check_tokens, check_mask, unpack.
     """
 
     def __init__(self, d_model):
@@ -392,6 +415,7 @@ class MaskedPooling(nn.Module):
         self.softmax = TemperatureSoftmax()
 
     def forward(self, x, mask, packed=False):
+        check_tokens(x, packed)
         if not packed:
             check_mask(mask, x.shape[:2])
             x = x.masked_fill(~mask[..., None], 0)  # as in SimpleSelfAttention: 0 * NaN is NaN
@@ -452,16 +476,18 @@ class AttentionClassifier(nn.Module):
         tokens (B, L, P)  -> embed, + position embedding -> blocks -> norm -> pool -> head -> (B, K)
 
     Attention treats its tokens as a set: shuffled, they give the same answers, and a digit would be
-    a bag of patches. So each token carries where it was: a learnt vector for each place, the position
-    embedding, is added to it. As the place travels with the token, blank patches can be left out.
+    a bag of patches. So each token carries where it was: a learnt vector for each place, the
+    position embedding, is added to it. So the order does not matter, and blank patches can be left
+    out.
 
     Gradient checkpointing trades time for memory. A backward pass needs what the forward pass
-    computed, and usually every layer's output is kept for it. With grad_checkpoint only the input of
-    each block is kept; in the backward pass the block runs forward once more, from its last to its
-    first, and what it needs is there again. Memory for one block at a time, and about a third more
-    work: forward, forward again, backward (which costs two forwards).
-    Dropout draws the same again, and QuantActivation counts such a pass once. Batch norm does not: a
-    fork that puts it into a block would move its running statistics twice a step (halve its
+    computed, and usually every layer's output is kept for it. With grad_checkpoint only the input
+    of each block is kept. When the backward pass comes to a block, it runs that block forward once
+    more from its input, and so has what it needs, for one block at a time. The price is about a
+    third more work: a forward pass costs 1, a backward pass 2, and here 1 + 1 + 2.
+
+    Dropout draws the same again, and QuantActivation counts such a pass once. Batch norm does not:
+    a fork that puts it into a block would move its running statistics twice a step (halve its
     momentum, or take a norm without running statistics).
 
     width            d
@@ -596,81 +622,183 @@ def init_weights(module):
         nn.init.normal_(module.weight, std=0.5)
 
 
-# ---------------------------------------------------------------------------------------------------- quantization
+def count_parameters(model):
+    """Number of numbers in `model` that training changes: frozen parameters are not counted."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Quantization: a network that is trained to live with weights of few bits
+# --------------------------------------------------------------------------------------------------
 
 
 class RoundSTE(torch.autograd.Function):
-    """Rounding to s times an integer in low..high, with the straight-through estimator (Bengio et al. 2013).
+    """Rounding that can be learnt through: the straight-through estimator.
 
-    forward   y(x) = s min(max(round(x / s), low), high), halves to the even integer; NaN to low, as in torch's own
-    backward  dy/dx is 0 wherever it exists, and nothing would be learnt. In its place stands that of x limited to the
-              range: 1 where round(x / s) is in low..high, both ends included, and 0 outside.
+    Forward, with a step s and integers from low to high:
 
-    Not by x + (y - x).detach() and clamp: its gradient at the bounds is 1 in one version of torch and 0 in the next,
-    and on a bound lies the largest weight, which would then stay there for good.
+        y(x) = s * min(max(round(x / s), low), high)
+
+    That is a staircase, here for s = 1, low = -2, high = 2:
+
+         y                                          used as dy/dx
+         2                     ________
+         1                 ____                      1     ____________________
+         0             ____                               |                    |
+        -1         ____                              0 ___|                    |___
+        -2 ________
+          -3.5    -1.5 -.5 .5  1.5   3.5  x             -2.5                  2.5   x
+
+    A staircase is flat everywhere but at its jumps. So its derivative is 0, and nothing would be
+    learnt. Backward uses a substitute: where x rounds to an integer in low..high, dy/dx = 1, as if
+    there were no rounding; elsewhere the range cuts x off, and dy/dx = 0. The range reaches half a
+    step beyond its outermost integers, as the picture shows.
+
+    x        float, any shape
+    scale    s, a float tensor that broadcasts with x
+    low      the smallest integer
+    high     the largest
+    returns  (y, inside): y with the shape and dtype of x, and inside bool, where the gradient is 1
+
+    Halves go to the even integer (2.5 to 2, 3.5 to 4), NaN to low, both as in
+    torch.fake_quantize_per_tensor_affine, to the bit. It works under torch.func and torch.compile.
+    It has no forward-mode gradient (jvp), because torch.compile takes no Function with one.
+
+    Not by x + (y - x).detach() and clamp, as often seen: the gradient of clamp at its bound is 1 in
+    one version of torch and 0 in the next, and the largest weight, which lies on the bound, would
+    then never move again.
+
+    Bengio, Leonard, Courville 2013, arXiv 1308.3432. Needs: torch.
     """
 
-    generate_vmap_rule = True  # for torch.func.vmap
+    generate_vmap_rule = True  # torch.func.vmap may run both passes on batches of x
 
     @staticmethod
     def forward(x, scale, low, high):
-        steps = (x.to(scale.dtype) * (1 / scale)).round().nan_to_num(nan=low)  # times 1 / s, to the bit as torch's own
-        return (steps.clamp(low, high) * scale).to(x.dtype)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):  # apart from forward, as torch.func wants it, which may return y alone
-        x, scale, low, high = inputs
+        # Times 1 / s, not divided by s, as torch's own does: the last bit can differ.
         steps = (x.to(scale.dtype) * (1 / scale)).round()
-        ctx.save_for_backward((steps >= low) & (steps <= high))
+        inside = (steps >= low) & (steps <= high)
+        steps = steps.nan_to_num(nan=low).clamp(low, high)
+        return (steps * scale).to(x.dtype), inside
 
     @staticmethod
-    def backward(ctx, gradient):  # for forward mode there would be a jvp, but torch.compile takes no Function with one
-        return gradient * ctx.saved_tensors[0], None, None, None
+    def setup_context(ctx, inputs, output):
+        # torch.func wants a forward without ctx, so what backward needs is one of its outputs.
+        _, inside = output
+        ctx.mark_non_differentiable(inside)
+        ctx.save_for_backward(inside)
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        (inside,) = ctx.saved_tensors
+        return gradient * inside, None, None, None  # for x, scale, low, high
 
 
 def largest_integer(bits):
-    """The largest integer of so many bits, 2^(bits - 1) - 1: 127 for 8 bits, 1 for 2. ValueError unless 2 to 8."""
+    """The largest integer of so many bits, 2^(bits - 1) - 1: 127 for 8 bits, 1 for 2.
+
+    The smallest is its negative. -2^(bits - 1), such as -128, is left out: it has no counterpart,
+    and -x should become the negative of what x becomes. ValueError unless bits is 2 to 8.
+    """
     if bits not in range(2, 9):
         raise ValueError(f"{bits} bits: 2 to 8 expected")
     return 2 ** (bits - 1) - 1
 
 
 def quantization_scale(x, bits, axis=None):
-    """The step s for which x / s fills -high..high, high = 2^(bits - 1) - 1: the largest magnitude / high.
+    """The step between two neighbouring values, such that the largest magnitude just fits.
 
-    One for all of x, or one for each index along `axis`, in a shape such as (C, 1, 1, 1); float32, or 64 as x is; no
-    gradient. ValueError unless bits is 2 to 8, IndexError for an axis that x has not. Needs: torch, largest_integer.
+        scale = largest |x| / largest integer
+
+    One large number makes the step large for all. For a weight with two output channels at 8 bits:
+
+        channel 0   [ 50.8,  12.7 ]      one scale, 50.8 / 127 = 0.4:   channel 1 becomes [0, 0]
+        channel 1   [ 0.127, 0.05 ]      axis=0, scales 0.4 and 0.001:  it becomes [0.127, 0.05]
+
+    That is what "per channel" buys, for one more float a channel. It costs nothing in the product:
+    a scale of an output channel can be multiplied in after all its weights have been summed up.
+
+    x        float, any shape
+    bits     2 to 8
+    axis     dimension that keeps one scale for each index: 0 for the weight of a Conv2d or Linear,
+             -1 for the last; None: one scale for all of x
+    returns  without axis a scalar; with it a tensor that broadcasts with x, such as (C, 1, 1, 1);
+             float32 (float64 for such x), without a gradient
+
+    ValueError for other bits, IndexError for an axis that x has not. Needs: torch, largest_integer.
     """
     high = largest_integer(bits)
-    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))  # in fp16 the step of small weights would be 0
+    # In fp16 the step of small weights would be rounded to 0.
+    x = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     largest = x.abs()
     if axis is None:
         largest = largest.amax()
     else:
         if not -x.ndim <= axis < x.ndim:
-            raise IndexError(f"axis {axis}: a tensor of shape {tuple(x.shape)} has no such dimension")
-        others = [dim for dim in range(x.ndim) if dim != axis % x.ndim]
-        if others:  # amax over an empty list would be amax over all dimensions
+            raise IndexError(
+                f"axis {axis}: a tensor of shape {tuple(x.shape)} has no such dimension"
+            )
+        axis = axis % x.ndim  # -1 becomes the last
+        others = [dim for dim in range(x.ndim) if dim != axis]
+        if others:  # of a vector, none: amax over an empty list would be amax over all dimensions
             largest = largest.amax(others, keepdim=True)
-    return (largest / high).clamp(min=torch.finfo(x.dtype).tiny)  # of zeros: 0 / 0 would be NaN
+    # Where all of x is 0, x / scale would be 0 / 0 = NaN: the smallest step there is does no harm.
+    return (largest / high).clamp(min=torch.finfo(x.dtype).tiny)
 
 
 def fake_quantize(x, bits=8, axis=None, scale=None):
-    """x rounded to integers of so many bits times a scale, by default its quantization_scale; shape and dtype of x.
+    """Rounds x to the few values that `bits` bits can tell apart, and returns them as floats.
 
-    Symmetric: without -2^(bits - 1), which mirrors nothing; 2 bits say -s, 0 and s. Within the range, x is off by s / 2
-    at most and the gradient is 1 (Jacob et al. 2018). `scale` is a tensor. Needs: RoundSTE, quantization_scale, largest_integer.
+    A file or a chip that stores a weight in 8 bits stores an integer q, and q * scale stands for
+    the weight. To train for that, each forward pass uses exactly those values, so the loss feels
+    the error; but the weight that the optimizer moves stays float, or steps smaller than `scale`
+    would be lost. No integer is stored anywhere, hence "fake". For 3 bits, integers -3 to 3:
+
+        x                  0.90   -0.31    0.10
+        scale              0.90 / 3 = 0.30
+        x / scale          3.00   -1.03    0.33
+        rounded            3      -1       0
+        times scale        0.90   -0.30    0.00        returned
+        error              0.00    0.01   -0.10        at most scale / 2 = 0.15
+
+    The gradient of all three is 1, by the straight-through estimator.
+
+    x        float, any shape
+    bits     2 to 8; with 2 bits the integers are -1, 0 and 1
+    axis     one scale for each index along it, see quantization_scale; None: one for all of x
+    scale    float tensor that broadcasts with x, in place of quantization_scale(x, bits, axis);
+             what lies beyond its largest integer is cut off
+    returns  a tensor with the shape and dtype of x
+
+    ValueError for other bits, and for axis and scale together; IndexError for an axis that x has
+    not. Jacob et al. 2018, arXiv 1712.05877. Needs: RoundSTE, quantization_scale, largest_integer.
     """
     high = largest_integer(bits)
     if scale is None:
         scale = quantization_scale(x, bits, axis)
     elif axis is not None:
-        raise ValueError(f"axis {axis} and a scale: the scale's own shape says which dimension it belongs to")
-    return RoundSTE.apply(x, scale, -high, high)
+        raise ValueError(
+            f"axis {axis} and a scale: the scale's own shape says which dimension it belongs to"
+        )
+    rounded, _ = RoundSTE.apply(x, scale, -high, high)
+    return rounded
 
 
 class QuantActivation(nn.Module):
-    """Fake-quantizes by a running mean of largest magnitudes in training.
+    """Fake-quantizes what flows between layers, by a range that it remembers from training.
+
+    A weight is there to be measured at any time. An activation depends on the batch, and in use a
+    sample's answer must not depend on its neighbours. So training keeps a running mean of the
+    largest magnitude in a batch, and evaluation uses that mean, as in batch norm:
+
+        range = 0.95 * range + 0.05 * largest |x| of this batch        (the first: largest |x|)
+
+    Gradient checkpointing runs a forward pass twice; the range moves at the first only.
+
+    bits     2 to 8
+
+    x float, any shape -> the same shape and dtype; before the first training pass, x itself. The
+    range is a buffer, so it is in the state_dict; it stays float32 in a module of 16 bits.
 
     Needs: torch, nn, ModuleTracker, fake_quantize, quantization_scale.
     """
@@ -683,64 +811,107 @@ class QuantActivation(nn.Module):
     def forward(self, x):
         if self.training and not self.is_recomputation():
             largest = x.detach().abs().amax().to(self.range.dtype)
-            moved = self.range.lerp(largest, 0.05)
+            moved = self.range.lerp(largest, 0.05)  # 5 % of the way
             self.range.copy_(torch.where(self.range > 0, moved, largest))
-        y = fake_quantize(x, self.bits, scale=quantization_scale(self.range, self.bits))
-        return torch.where(self.range > 0, y, x)  # never trained, it lets all pass
+        rounded = fake_quantize(x, self.bits, scale=quantization_scale(self.range, self.bits))
+        # `if self.range > 0` would have to wait for a GPU's answer; torch.where does not.
+        return torch.where(self.range > 0, rounded, x)
 
     def is_recomputation(self):
-        """True where gradient checkpointing runs the forward pass again: in the midst of a backward pass."""
+        """True where gradient checkpointing runs forward again: in the midst of a backward pass."""
         if torch.compiler.is_compiling():
             return False
         return ModuleTracker().is_bw
 
     def _apply(self, fn, recurse=True):
-        """What .to(), .half() and .cuda() call. A mean in 16 bits would stop moving: 5 % of a small change is lost."""
-        full = self.range
+        # nn.Module calls this for .to(), .half(), .cuda(). The range does not follow to 16 bits,
+        # where 5 % of a small change would be rounded away: it would stop short of its value.
+        in_full = self.range
         super()._apply(fn, recurse)
         if self.range.dtype in (torch.float16, torch.bfloat16):
-            self.range = full.to(self.range.device)
+            self.range = in_full.to(self.range.device)
         return self
 
 
-class QuantConv2d(nn.Conv2d):
-    """nn.Conv2d whose weight is fake-quantized in each forward pass, by output channel. Needs: fake_quantize.
+class QuantWeight:
+    """What QuantConv2d and QuantLinear share: `bits`, and an optional layer for the input.
 
-    The weight itself stays float, and steps add up in it until it rounds to another integer. Its key is the same, so a
-    float checkpoint loads. A `quantize_input`, such as QuantActivation, is optional and adds a key, its range.
+    bits            2 to 8, for the weight, with one scale for each output channel
+    quantize_input  a module such as QuantActivation(8) that the input goes through; None: nothing
+    All other arguments are those of nn.Conv2d or nn.Linear.
+
+    The weight itself stays float. An optimizer's steps are far smaller than the distance between
+    two quantized values; they add up in the float weight until it rounds to another integer. Its
+    key in the state_dict is unchanged, so a float checkpoint loads. Needs: nn, fake_quantize.
     """
 
     def __init__(self, *args, bits=8, quantize_input=None, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.bits, self.quantize_input = bits, quantize_input or nn.Identity()
+        super().__init__(*args, **kwargs)  # of nn.Conv2d or nn.Linear, which comes next in line
+        self.bits = bits
+        if quantize_input is None:
+            quantize_input = nn.Identity()
+        self.quantize_input = quantize_input
+
+    def quantized_weight(self):
+        return fake_quantize(self.weight, self.bits, axis=0)  # axis 0: the output channels
+
+
+class QuantConv2d(QuantWeight, nn.Conv2d):
+    """nn.Conv2d whose weight is fake-quantized in each forward pass. Needs: nn, QuantWeight."""
 
     def forward(self, x):
-        return self._conv_forward(self.quantize_input(x), fake_quantize(self.weight, self.bits, axis=0), self.bias)
+        return self._conv_forward(self.quantize_input(x), self.quantized_weight(), self.bias)
 
 
-class QuantLinear(nn.Linear):
-    """nn.Linear in the way of QuantConv2d, by output feature. Needs: fake_quantize."""
-
-    def __init__(self, *args, bits=8, quantize_input=None, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.bits, self.quantize_input = bits, quantize_input or nn.Identity()
+class QuantLinear(QuantWeight, nn.Linear):
+    """nn.Linear whose weight is fake-quantized in each forward pass. Needs: nn, F, QuantWeight."""
 
     def forward(self, x):
-        return F.linear(self.quantize_input(x), fake_quantize(self.weight, self.bits, axis=0), self.bias)
+        return F.linear(self.quantize_input(x), self.quantized_weight(), self.bias)
 
 
 def quantize(model, bits, activation_bits=None):
-    """Makes each nn.Conv2d and nn.Linear (no subclass) quantized. Needs: QuantConv2d, QuantLinear, QuantActivation, leave_fast_path."""
-    plain = (nn.Conv2d, nn.Linear, QuantConv2d, QuantLinear)
-    layers = [layer for layer in model.modules() if type(layer) in plain]
+    """Turns each nn.Conv2d and nn.Linear of `model`, in place, into QuantConv2d and QuantLinear.
+
+    Two ways to use it. After training (post-training quantization): load float weights, call this,
+    evaluate; 8 bits usually cost nothing. Before or during training (quantization-aware training):
+    the network learns weights that survive rounding; that is what makes 2 or 3 bits work.
+
+    model            any nn.Module, also a single layer; parameters, their names, hooks and devices
+                     stay. Subclasses of the two layers stay as they are
+    bits             2 to 8, of the weights
+    activation_bits  2 to 8, of the inputs of these layers; None: they stay float
+    returns          the model. A second call replaces bits and activation ranges of the first
+
+    nn.MultiheadAttention keeps its float weights, which it reads without calling a layer; all else
+    in nn.TransformerEncoderLayer is quantized. ValueError for other bits, for a model without any
+    such layer, and for an nn.MultiheadAttention whose out_proj is an nn.Linear, as it reads that
+    layer's weight without calling it.
+
+    Jacob et al. 2018, arXiv 1712.05877.
+    Needs: nn, QuantConv2d, QuantLinear, QuantActivation, largest_integer, leave_fast_path.
+    """
+    largest_integer(bits)  # an error here, not in the first forward pass
+    if activation_bits:
+        largest_integer(activation_bits)
+    known = (nn.Conv2d, nn.Linear, QuantConv2d, QuantLinear)
+    layers = [layer for layer in model.modules() if type(layer) in known]
     if not layers:
-        raise ValueError(f"{type(model).__name__}: there is no nn.Conv2d or nn.Linear in it to quantize")
+        raise ValueError(
+            f"{type(model).__name__}: there is no nn.Conv2d or nn.Linear in it to quantize"
+        )
     for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention) and type(module.out_proj) in plain:
-            raise ValueError("nn.MultiheadAttention reads out_proj.weight past a quantized layer: it cannot be an nn.Linear")
+        if isinstance(module, nn.MultiheadAttention) and type(module.out_proj) in known:
+            raise ValueError(
+                "nn.MultiheadAttention reads out_proj.weight past a quantized layer: its out_proj"
+                " cannot be an nn.Linear here"
+            )
     for layer in layers:
-        # The same object with another class: parameters, hooks, device and place in the model stay.
-        layer.__class__ = QuantConv2d if isinstance(layer, nn.Conv2d) else QuantLinear
+        # The same object gets another class: parameters, hooks and its place in the model stay.
+        if isinstance(layer, nn.Conv2d):
+            layer.__class__ = QuantConv2d
+        else:
+            layer.__class__ = QuantLinear
         layer.bits = bits
         layer.quantize_input = nn.Identity()
         if activation_bits:
@@ -753,62 +924,142 @@ def quantize(model, bits, activation_bits=None):
 def leave_fast_path(model):
     """Makes each nn.TransformerEncoderLayer call its own layers, in evaluation as in training.
 
-    In evaluation without gradients it hands its float weights to one fused kernel, past layers that were replaced. That
-    kernel knows ReLU and GELU alone, so a layer that says its activation is neither calls its parts one by one.
+    In evaluation without gradients it hands its float weights to one fused kernel, past the layers
+    that were replaced: it would evaluate another network than the one that was trained. The kernel
+    knows ReLU and GELU alone, so a layer that says its activation is neither calls its parts one by
+    one (which activation it computes is kept elsewhere). Needs: nn.
     """
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # only the fused kernel takes the nested tensors it makes of padded input
+            # It would turn padded input into nested tensors, which the fused kernel alone takes.
+            module.use_nested_tensor = False
+
+
+# --------------------------------------------------------------------------------------------------
+# Extras, which few need: quantized weights as bytes, for a small file
+# --------------------------------------------------------------------------------------------------
 
 
 def pack_weights(model):
-    """The state_dict of a model from `quantize`, each weight as {"integers": int8 (bytes,), "scale", "bits", "shape"}.
+    """The state_dict of a model from `quantize`, its quantized weights as integers of few bits.
 
-    2 bits: four to a byte; 3 or 4 bits: two.
-    Needs: QuantConv2d, QuantLinear, quantization_scale, fake_quantize, field_of.
+    Here quantization is no longer fake: an 8-bit weight takes a quarter of the bytes of float32, a
+    4-bit weight an eighth, a 2-bit weight a sixteenth.
+
+    returns a dict with the state_dict's keys. Each quantized weight is {"integers": int8 (bytes,),
+    "scale": float, "bits": int, "shape": list of int}, everything else is its tensor.
+    Needs: torch, QuantWeight, quantization_scale, fake_quantize, pack_integers.
     """
     weights = dict(model.state_dict())
     for name, layer in model.named_modules():
-        if isinstance(layer, (QuantConv2d, QuantLinear)):
-            weight, bits = layer.weight.detach(), layer.bits
-            scale, (wide, shifts) = quantization_scale(weight, bits, axis=0), field_of(bits, weight.device)
-            integers = (fake_quantize(weight, bits, scale=scale) / scale).round().to(torch.int8).flatten()
-            fields = F.pad(integers, (0, -len(integers) % len(shifts))).view(torch.uint8).view(-1, len(shifts))
-            packed = ((fields & 2**wide - 1) << shifts).sum(1, dtype=torch.uint8).view(torch.int8)
-            weights[f"{name}.weight"] = {"integers": packed, "scale": scale, "bits": bits, "shape": list(weight.shape)}
+        if not isinstance(layer, QuantWeight):
+            continue
+        weight = layer.weight.detach()
+        scale = quantization_scale(weight, layer.bits, axis=0)
+        steps = fake_quantize(weight, layer.bits, scale=scale) / scale  # integers, but for rounding
+        integers = steps.round().to(torch.int8).flatten()
+        key = f"{name}.weight" if name else "weight"  # the model itself may be the layer
+        weights[key] = {
+            "integers": pack_integers(integers, layer.bits),
+            "scale": scale,
+            "bits": layer.bits,
+            "shape": list(weight.shape),
+        }
     return weights
 
 
 def unpack_weights(weights):
-    """The plain float state_dict of what pack_weights returned; of a plain one, the same. Needs: field_of."""
-    weights = dict(weights)
+    """What pack_weights returned -> the plain float state_dict; a plain one stays as it is.
+
+    Needs: math, unpack_integers.
+    """
+    plain = dict(weights)
     for key, value in weights.items():
         if isinstance(value, dict):
-            wide, shifts = field_of(value["bits"], value["scale"].device)
-            # Each field is moved to the upper end of its byte, and back down as int8: that takes its sign along.
-            integers = (value["integers"].view(torch.uint8)[:, None] << 8 - wide - shifts).view(torch.int8) >> 8 - wide
-            weights[key] = integers.flatten()[: math.prod(value["shape"])].view(value["shape"]) * value["scale"]
-    return weights
+            shape = value["shape"]
+            integers = unpack_integers(value["integers"], value["bits"], math.prod(shape))
+            plain[key] = integers.view(shape) * value["scale"]
+    return plain
 
 
-def field_of(bits, device=None):
-    """How many bits a packed integer takes, 2, 4 or 8, and where in a byte they begin."""
-    wide = 2 if bits == 2 else 4 if bits <= 4 else 8
-    return wide, torch.arange(0, 8, wide, dtype=torch.uint8, device=device)
+def pack_integers(integers, bits):
+    """Integers of 2, 3 or 4 bits, several to a byte.
+
+    Small negative integers are stored like large ones, as two's complement: -1 is all ones. At 2
+    bits four of them share a byte, the first in the lowest bits. For 1, -1, 0, 1:
+
+        as int8      00000001  11111111  00000000  00000001
+        2 bits       01        11        00        01
+        one byte     01 00 11 01         the last one in front
+
+    integers  int8 (n,), each at most largest_integer(bits) in magnitude
+    returns   int8 (bytes,); the last byte is filled up with zeros.
+    Needs: math, torch, F, field_width.
+    """
+    width = field_width(bits)
+    in_a_byte = 8 // width
+    needed = math.ceil(len(integers) / in_a_byte) * in_a_byte
+    integers = F.pad(integers, (0, needed - len(integers)))
+    fields = integers.view(torch.uint8).view(-1, in_a_byte)  # (bytes, in_a_byte)
+    lowest_bits = 2**width - 1  # 00000011 for a width of 2
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=integers.device)  # 0 2 4 6
+    fields = (fields & lowest_bits) << shifts
+    # No two fields share a bit, so their sum is the byte with all of them.
+    return fields.sum(1, dtype=torch.uint8).view(torch.int8)  # (bytes,)
 
 
-def count_parameters(model):
-    """Number of trainable scalars in `model`."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+def unpack_integers(packed, bits, count):
+    """The way back: int8 (bytes,) from pack_integers -> the first `count` integers, int8 (count,).
+
+    Each field is shifted left until its sign is the sign of the byte, and then back to the right as
+    int8, which copies the sign into the bits that become free. The 11 of the example above:
+
+        01001101  << 4  11010000  >> 6  11111111 = -1
+
+    Needs: torch, field_width.
+    """
+    width = field_width(bits)
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)  # 0 2 4 6
+    to_the_left = 8 - width - shifts  # 6 4 2 0
+    fields = packed.view(torch.uint8)[:, None] << to_the_left  # (bytes, in a byte)
+    fields = fields.view(torch.int8) >> (8 - width)
+    return fields.flatten()[:count]
+
+
+def field_width(bits):
+    """Bits of a byte that one integer takes: 2, 4 or 8, so that none lies across two bytes."""
+    if bits == 2:
+        return 2
+    if bits <= 4:
+        return 4
+    return 8
+
+
+# --------------------------------------------------------------------------------------------------
+# python model.py
+# --------------------------------------------------------------------------------------------------
+
+
+def print_shape(name, layer, inputs, output):
+    """A forward hook: PyTorch calls it with what a layer took and returned."""
+    if torch.is_tensor(output):
+        print(f"    {name or 'the whole network':24} {tuple(output.shape)}")
+
+
+def main():
+    """Prints the shape that each layer of both networks returns, for a batch of two samples."""
+    lengths = torch.tensor([3, 1])
+    mask = torch.arange(5) < lengths[:, None]  # (2, 5): three tokens and one, padded to five
+    images = torch.zeros(2, 1, 28, 28)
+    tokens = (torch.randn(2, 5, 16), torch.arange(5).expand(2, 5), mask)
+    for model, batch in ((SimpleCNN(), images), (AttentionClassifier(), tokens)):
+        print(f"{type(model).__name__}, {count_parameters(model):,} parameters")
+        for name, layer in model.named_modules():
+            layer.register_forward_hook(partial(print_shape, name))
+        model.eval()(batch)
 
 
 if __name__ == "__main__":
-    mask = torch.arange(5) < torch.tensor([3, 1])[:, None]  # two samples, of three tokens and of one, padded to five
-    batches = torch.zeros(2, 1, 28, 28), (torch.randn(2, 5, 16), torch.arange(5).expand(2, 5), mask)
-    for model, batch in zip((SimpleCNN(), AttentionClassifier()), batches):
-        print(f"{type(model).__name__}, {count_parameters(model):,} parameters")
-        for name, layer in model.named_modules():  # a hook sees what a layer returns
-            layer.register_forward_hook(lambda _, __, y, name=name: print(f"    {name:22} {tuple(y.shape)}"))
-        model.eval()(batch)
+    main()

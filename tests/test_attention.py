@@ -217,10 +217,13 @@ def test_packed_tokens_are_never_guessed():
     for mask in (None, GATES, one, torch.ones(16, 16, dtype=torch.bool)):  # one sample without a batch is no packed row
         with pytest.raises(ValueError, match=r"\(B, L, d\) expected, \(16, 16\) found; one sample alone is x\[None\]"):
             layer(row, mask)
-    with pytest.raises(ValueError, match="packed: x "):
+        with pytest.raises(ValueError, match=r"\(B, L, d\) expected, \(16, 16\) found; one sample alone is x\[None\]"):
+            pool(row, mask)
+    with pytest.raises(TypeError, match="mask: bool expected.*NoneType"):
         layer(row, None, packed=True)
-    with pytest.raises(ValueError, match="packed: x "):
-        layer(row[None], GATES, packed=True)
+    for part in (layer, pool):
+        with pytest.raises(ValueError, match=r"packed tokens: shape \(T, d\) expected, \(1, 16, 16\)"):
+            part(row[None], GATES, packed=True)
     for mask in (one, torch.ones(2, 8, 8, dtype=torch.bool)):
         for call in (lambda: layer(row, mask, packed=True), lambda: pool(row, mask, packed=True), lambda: unpack(row, mask)):
             with pytest.raises(ValueError, match=r"mask: shape \(B, L\) expected"):
@@ -331,6 +334,17 @@ def test_temperature_stays_positive_where_softplus_underflows(dtype):
         assert weights[0].tolist() == pytest.approx([1, 0, 0]) and scores.grad.isfinite().all() and softmax.raw.grad.isfinite()
 
 
+def test_examples_in_the_docstrings():
+    weights = (torch.tensor([0.0, 2.0])).softmax(0)
+    assert weights.tolist() == pytest.approx([0.12, 0.88], abs=0.005) and weights @ torch.tensor([10.0, 20.0]) == pytest.approx(18.8, abs=0.01)
+    for t, expected in ((0.2, [0.99, 0.01]), (1.0, [0.73, 0.27]), (5.0, [0.55, 0.45])):
+        assert TemperatureSoftmax(t)(torch.tensor([2.0, 1.0])).tolist() == pytest.approx(expected, abs=0.005)
+    pool = MaskedPooling(2)
+    pool.score.weight.data, pool.score.bias.data = torch.tensor([[0.0, 0.5]]), torch.zeros(1)
+    x, mask = torch.tensor([[[1.0, 0], [0, 2], [5, 5]]]), torch.tensor([[True, True, False]])
+    assert pool(x, mask)[0].tolist() == pytest.approx([0.27, 1.46], abs=0.005)
+
+
 def test_temperature_is_learnt_as_gradcheck_says():
     softmax, scores = TemperatureSoftmax(0.5).double(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
@@ -342,7 +356,7 @@ def test_temperature_is_learnt_as_gradcheck_says():
         assert softmax.raw.grad.isfinite() and softmax.raw.grad != 0
 
 
-def test_pooling_leaves_padding_out():  # M04
+def test_pooling_leaves_padding_out():
     x = torch.tensor([[[1.0, 0], [1, 0], [0, 2], [0, 2]]])
     mask = torch.tensor([[True, True, False, False]])
     for padding in (2.0, math.nan, math.inf):
@@ -384,7 +398,7 @@ def test_all_patches_and_unusual_memory():
                 assert torch.equal(ours, theirs)
 
 
-def test_collate_padded_takes_any_ragged_tensors():  # L09
+def test_collate_padded_takes_any_ragged_tensors():
     for shape in ((), (2,), (3, 4)):
         sequences = [torch.randn(length, *shape) for length in (3, 1, 5, 0)]
         padded, mask = data.collate_padded(sequences)
@@ -418,7 +432,7 @@ def test_packed_gives_the_logits_and_gradients_of_padded(kernel):
 
 @KERNELS
 @pytest.mark.parametrize("training", [True, False])
-def test_padding_never_moves_the_logits(kernel, training):  # M01, M02
+def test_padding_never_moves_the_logits(kernel, training):
     network = classifier(kernel).train(training)
     (tokens, positions, mask), _ = collate_tokens(digits(range(16)))
     together = network((tokens, positions, mask))
@@ -442,7 +456,7 @@ def test_padding_never_moves_the_logits(kernel, training):  # M01, M02
 
 
 @KERNELS
-def test_one_fully_masked_row_leaves_the_others_alone(kernel):  # M01
+def test_one_fully_masked_row_leaves_the_others_alone(kernel):
     network = classifier(kernel)
     (tokens, positions, mask), labels = collate_tokens(digits(range(8)))
     mask[3] = False

@@ -1,10 +1,15 @@
-"""model.py: against the textbook's order of layers and by counting."""
+"""model.py: against the textbook's order of layers and by counting; and how it is written."""
+
+import ast
+import inspect
+import re
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import model as networks
 from model import SimpleCNN, count_parameters
 
 
@@ -82,3 +87,43 @@ def test_gradient_is_the_derivative():
     model = SimpleCNN(width=2, dropout=0.0).double()
     images = torch.rand(2, 1, 28, 28, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: model(x).square().sum(), images, fast_mode=True)
+
+
+# ---------------------------------------------------------------------------------------------------- how it is written
+
+SOURCE = inspect.getsource(networks)
+OBJECTS = {node.name: node for node in ast.parse(SOURCE).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+
+
+def imported():
+    """Names that the module's imports bind."""
+    names = set()
+    for node in ast.parse(SOURCE).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTS if name not in ("main", "print_shape")])
+def test_needs_names_imports_and_helpers_and_no_more(name):
+    node = OBJECTS[name]
+    used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} & (imported() | OBJECTS.keys())
+    found = re.search(r"Needs: (.+?)\.(\s|$)", ast.get_docstring(node) or "", re.S)
+    needs = re.split(r",\s+", found[1]) if found else []
+    assert used - {name} == set(needs)
+
+
+def test_explaining_lines_and_lengths():
+    lines = SOURCE.splitlines()
+    assert max(map(len, lines)) <= 100
+    explaining = {number for number, line in enumerate(lines, 1) if line.strip().startswith("#")}
+    for node in ast.walk(ast.parse(SOURCE)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)) and ast.get_docstring(node):
+            explaining |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+        if isinstance(node, ast.FunctionDef):
+            start = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.lineno
+            assert node.end_lineno - start < 55, node.name
+    full = [number for number, line in enumerate(lines, 1) if line.strip()]
+    fraction = len([number for number in full if number in explaining]) / len(full)
+    print(f"{fraction:.0%} of {len(full)} lines explain")
+    assert fraction >= 0.35

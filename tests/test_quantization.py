@@ -15,7 +15,7 @@ import utils
 from helpers import NORM, write_mnist
 from model import (
     AttentionClassifier, QuantActivation, QuantConv2d, QuantLinear, RoundSTE, SimpleCNN, fake_quantize, pack_weights,
-    quantization_scale, quantize, unpack_weights,
+    pack_integers, quantization_scale, quantize, unpack_integers, unpack_weights,
 )
 
 GRID = torch.cat([
@@ -24,13 +24,14 @@ GRID = torch.cat([
 ])
 
 
-def test_values_and_gradients_of_the_case():  # Q01
+def test_values_and_gradients_by_hand():
     x = GRID[:8].clone().requires_grad_()
-    y = RoundSTE.apply(x, torch.tensor(1.0), -128, 127)
+    y, inside = RoundSTE.apply(x, torch.tensor(1.0), -128, 127)
+    assert not inside.requires_grad
     y.sum().backward()
     assert y.tolist() == [-128, -128, -128, 0, 127, 127, 127, 127]
-    assert x.grad.tolist() == [0, 1, 1, 1, 1, 1, 0, 0]
-    assert RoundSTE.apply(torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5]), torch.tensor(1.0), -128, 127).tolist() == [0, 2, 2, 0, -2]
+    assert x.grad.tolist() == [0, 1, 1, 1, 1, 1, 0, 0] == inside.tolist()
+    assert RoundSTE.apply(torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5]), torch.tensor(1.0), -128, 127)[0].tolist() == [0, 2, 2, 0, -2]
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25, 0.1, 3.7])
@@ -93,7 +94,7 @@ def test_what_would_give_one_scale_in_silence_is_an_error():
         fake_quantize(torch.ones(2), 9, scale=torch.tensor(1.0))
 
 
-def test_error_is_half_a_step_in_each_row():  # Q05
+def test_error_is_half_a_step_in_each_row():
     torch.manual_seed(0)
     x = torch.randn(4, 64)
     x[0] *= 100
@@ -132,7 +133,7 @@ def test_gradcheck_of_all_but_the_staircase():
     assert torch.autograd.gradcheck(QuantConv2d(1, 2, 3, bits=2).double(), torch.randn(2, 1, 5, 5, dtype=torch.float64, requires_grad=True))
 
 
-def test_the_largest_weight_moves():  # Q02
+def test_the_largest_weight_moves():
     weight = torch.tensor([[-1.0, 0.3, 1.0]], requires_grad=True)
     loss = (fake_quantize(weight, 8, axis=0) * torch.tensor([[-1.0, 0.0, 1.0]])).sum()
     assert torch.autograd.grad(loss, weight)[0].tolist() == [[-1, 0, 1]]
@@ -322,6 +323,31 @@ def test_every_integer_survives_packing(bits):
     with torch.no_grad():
         layer[0].weight.copy_(torch.arange(-high, high + 1).repeat(3, 1))
     assert torch.equal(unpack_weights(pack_weights(layer))["0.weight"], layer[0].weight)
+
+
+def test_a_model_that_is_one_layer_is_packed():
+    layer = quantize(nn.Linear(5, 3), 3)
+    plain = nn.Linear(5, 3)
+    plain.load_state_dict(unpack_weights(pack_weights(layer)))
+    x = torch.randn(2, 5)
+    assert (plain(x) - layer(x)).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("bits, expected", [(2, [0b01001101, 0b00000011]), (4, [-15, 16, 15])])
+def test_the_bits_of_a_byte(bits, expected):
+    integers = torch.tensor([1, -1, 0, 1, -1], dtype=torch.int8)
+    packed = pack_integers(integers, bits)
+    print([f"{byte % 256:08b}" for byte in packed.tolist()])
+    assert packed.dtype == torch.int8 and packed.tolist() == expected
+    assert torch.equal(unpack_integers(packed, bits, 5), integers)
+
+
+def test_examples_in_the_docstrings():
+    assert fake_quantize(torch.tensor([0.9, -0.31, 0.1]), 3).tolist() == pytest.approx([0.9, -0.3, 0.0])
+    weight = torch.tensor([[50.8, 12.7], [0.127, 0.05]])
+    assert not fake_quantize(weight, 8)[1].any()
+    assert quantization_scale(weight, 8, axis=0).flatten().tolist() == pytest.approx([0.4, 0.001])
+    assert fake_quantize(weight, 8, axis=0)[1].tolist() == pytest.approx([0.127, 0.05])
 
 
 @pytest.fixture
