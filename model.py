@@ -29,6 +29,8 @@ copy along, imports first.
 """
 
 import math
+import os
+import sys
 from functools import partial
 
 import torch
@@ -1062,4 +1064,8 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `python model.py | head` has read enough
+        os._exit(0)  # a usual exit would try to write the rest, and complain

@@ -3,6 +3,9 @@
 import ast
 import inspect
 import re
+import shlex
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -111,6 +114,12 @@ def test_needs_names_imports_and_helpers_and_no_more(name):
     found = re.search(r"Needs: (.+?)\.(\s|$)", ast.get_docstring(node) or "", re.S)
     needs = re.split(r",\s+", found[1]) if found else []
     assert used - {name} == set(needs)
+
+
+def test_the_module_shows_itself_through_head():
+    command = f"{shlex.quote(sys.executable)} {shlex.quote(networks.__file__)} | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stdout == "SimpleCNN, 421,642 parameters\n" and done.stderr == ""
 
 
 def test_explaining_lines_and_lengths():
