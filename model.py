@@ -1045,7 +1045,7 @@ def field_width(bits):
 
 
 def print_shape(name, layer, inputs, output):
-    """A forward hook: PyTorch calls it with what a layer took and returned."""
+    """A forward hook: PyTorch calls it with what a layer took and returned. Needs: torch."""
     if torch.is_tensor(output):
         print(f"    {name or 'the whole network':24} {tuple(output.shape)}")
 

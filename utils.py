@@ -1,7 +1,15 @@
-"""What a training program needs beside its loop.
+"""What a training program needs beside its loop. `python utils.py` draws the learning rates.
 
-This file knows nothing of the data or the networks. `python utils.py` draws the schedules. "Needs" in a docstring: what
-to copy along with the function.
+1. what the program says     UserError, one_line, show
+2. device and seeds          pick_device, autocast, to_device, set_seed, rng_state
+3. how weights move          build_optimizer, lr_at, set_lr, distillation
+4. checkpoints               snapshot and restore; save_checkpoint and load_checkpoint
+5. several processes         init_distributed, sums and messages over ranks
+6. extras                    the run's folder and tables, signals, the C library's memory
+
+This file knows no network and no data set. "Needs" in a docstring lists what to copy along with the
+object: names of this file and modules that it imports. A rank is one of several processes that
+train together; `world size` counts them.
 """
 
 import argparse
@@ -28,153 +36,597 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-# ---------------------------------------------------------------------------------------------------- the command line
+# ---------------------------------------------------- 1. what the program says
 
 
-def number(kind, low, high):
-    """An argparse type: an int or a float (`kind`) from `low` to `high`. NaN is outside: it compares with nothing."""
+class UserError(ValueError):
+    """What the user of the program has to put right: a flag, a file, a checkpoint. Its message is
+    one line.
 
-    def parse(text):
-        value = kind(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse names the type in its message
-    return parse
+    Only this class is turned into a line without a traceback (see one_line). Whoever forks the
+    program will make mistakes of their own, and `error: too many values to unpack` without a
+    traceback would hide where.
+    """
 
 
 @contextmanager
 def one_line(*kinds):
-    """Errors of these kinds are the user's to fix: one line, status 2. Others are bugs and keep their traceback."""
+    """Ends the program with status 2 and one line on standard error for an error of these kinds.
+
+    Every other error passes, with its traceback. Needs: contextmanager, sys.
+    """
     try:
         yield
     except kinds as error:
-        print(f"train.py: error: {' '.join(str(error).split())}", file=sys.stderr)
+        line = " ".join(str(error).split())
+        print(f"train.py: error: {line}", file=sys.stderr)
         sys.exit(2)
 
 
 def show(line, over=False):
-    """Prints `line`; with `over`, on a terminal, so that the next line overwrites it."""
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns - 1
-        print("\r" + (line[:width] if over else line).ljust(width), end="" if over else "\n", flush=True)
-    else:
+    """Prints `line`. With `over`, on a terminal, the next line that is printed takes its place.
+
+    Needs: shutil, sys.
+    """
+    if not sys.stdout.isatty():
         print(line, flush=True)
+        return
+    width = shutil.get_terminal_size().columns - 1
+    if over:
+        print(
+            "\r" + line[:width].ljust(width), end="", flush=True
+        )  # a longer line would wrap, and stay
+    else:
+        print("\r" + line.ljust(width), flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------- device and seeds
+# ---------------------------------------------------- 2. device and seeds
 
 
 def pick_device(name="auto"):
-    """torch.device for `name`; auto is the first of cuda, mps, xpu, cpu that is there. ValueError if `name` is not."""
+    """The torch.device called `name`; "auto" is the first of cuda, mps, xpu and cpu that this
+    machine has.
+
+    UserError if the machine does not have it. Needs: UserError, torch.
+    """
     backends = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
-    there = [kind for kind, backend in backends.items() if backend.is_available()] + ["cpu"]
+    there = [kind for kind, backend in backends.items() if backend.is_available()]
+    there.append("cpu")
     try:
         device = torch.device(there[0] if name == "auto" else name)
-        usable = device.type == "cpu" or (device.index or 0) < torch.get_device_module(device).device_count()
-    except (RuntimeError, AttributeError):  # cpu:x, or a kind that torch has never heard of
+        usable = device.type in there
+        if usable and device.type != "cpu":
+            usable = (device.index or 0) < torch.get_device_module(device).device_count()
+    except RuntimeError:  # cpu:x, or a kind of device that torch has never heard of
         usable = False
-    if not usable or device.type not in there:
-        raise ValueError(f"--device {name}: not on this machine, which has {', '.join(there)}")
+    if not usable:
+        raise UserError(f"--device {name}: not on this machine, which has {', '.join(there)}")
     return device
 
 
 def pick_amp(name, device):
-    """`name`, or the default for this device where it is None: bf16 on a GPU that computes in it natively, else off.
+    """How to compute: "off", "fp16" or "bf16". It is `name`, or if that is None the default for
+    this device.
 
-    bf16 has float32's range in 16 bits, so it needs no loss scaling. Most CPUs emulate it, slowly, for trying it out.
+    Matrix products in 16 bits are several times as fast as in 32, and half as large in memory.
+    There are two formats:
+
+        float32   8 bits of exponent, 23 of fraction   up to 3e38, 7 digits
+        float16   5 bits of exponent, 10 of fraction   up to 65,504, below 6e-8 it is 0; 3 digits
+        bfloat16  8 bits of exponent,  7 of fraction   up to 3e38 as float32; 2 digits
+
+    In float16 large scores overflow, and small gradients vanish: most gradients of a network lie
+    below 1e-5. So its loss is multiplied by a large scale before the backward pass, and the
+    gradients are divided by it afterwards. bfloat16 has the range of float32 and needs none of
+    that. It is the default on a GPU that computes in it. Most CPUs emulate it, which is slower than
+    float32. Needs: torch.
     """
-    native_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return name or ("bf16" if native_bf16 else "off")
+    if name:
+        return name
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return "bf16"
+    return "off"
 
 
 def autocast(device, amp):
-    """Context in which products and convolutions run in 16 bits, sums, norms and losses in float32; none for off."""
+    """A context in which matrix products and convolutions run in 16 bits; with "off" it does
+    nothing.
+
+    Weights stay float32, so that a step of 1e-4 times a weight is not rounded away. Sums, norms and
+    softmax stay in float32, too: there many small numbers add up. Needs: torch.
+    """
     dtype = torch.float16 if amp == "fp16" else torch.bfloat16
     return torch.amp.autocast(device.type, dtype=dtype, enabled=amp != "off")
 
 
 def to_device(batch, device):
-    """A tensor, or nested tuples and lists of tensors, on `device`; from pinned memory without waiting for the copy."""
+    """A tensor, or nested tuples, lists and dicts of tensors, on `device`.
+
+    From pinned memory the copy runs beside the GPU's work (non_blocking); the next operation on the
+    GPU waits for it. Needs: nothing.
+    """
+    if isinstance(batch, dict):
+        return {key: to_device(part, device) for key, part in batch.items()}
     if isinstance(batch, (tuple, list)):
         return tuple(to_device(part, device) for part in batch)
     return batch.to(device, non_blocking=True)
 
 
-def keep_freed_memory():
-    """Makes the C library (glibc) keep the memory that tensors free, for the next ones: a CPU step is a fifth faster.
-
-    Else freed megabytes go back to the system, and each step's activations come as new pages that the kernel has to
-    zero: 9,000 page faults a step. The price is a process that stays as big as it ever was.
-    """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):
-        # M_MMAP_THRESHOLD: larger blocks are mappings of their own, unmapped when freed. Old versions take only 32 MiB.
-        libc.mallopt(-3, 2**30) or libc.mallopt(-3, 2**25)
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: so much may lie free at the end of the heap
-
-
 def set_seed(seed, deterministic=False):
-    """Seeds Python's and torch's generators on all devices.
+    """Seeds Python's generator and torch's on all devices.
 
-    On a CPU the same seed and thread count give the same run to the bit. A GPU needs `deterministic`, too: kernels that
-    are reproducible and may be slower, or a RuntimeError where there is none.
+    On a CPU the same seed and number of threads give the same run to the bit. A GPU needs
+    `deterministic`, too: it then uses kernels that are reproducible and may be slower, and raises a
+    RuntimeError where there is none. Needs: os, random, torch.
     """
     random.seed(seed)
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(deterministic)
-    torch.backends.cudnn.benchmark = not deterministic  # times the convolution kernels once and keeps the fastest
+    # cuDNN times its convolution kernels once and keeps the fastest, which need not be the same in
+    # the next run.
+    torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS refuses to be deterministic without
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+        )  # cuBLAS refuses to be deterministic without
 
 
 def rng_state(device):
-    """States of Python's generator, torch's and the device's, as plain types and tensors for a checkpoint."""
-    own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
-    return {"python": random.getstate(), "torch": torch.get_rng_state(), "device": device.type, "own": own}
+    """States of Python's generator, of torch's and of the device's, as plain types and tensors.
+
+    Needs: random, torch.
+    """
+    own = None
+    if device.type != "cpu":
+        own = torch.get_device_module(device).get_rng_state(device)
+    return {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "device": device.type,
+        "own": own,
+    }
 
 
-def set_rng_state(state, device, say=print):
-    """Puts rng_state() back into this process. That of an absent kind of device is skipped with one line to `say`."""
+def set_rng_state(state, device, log=print):
+    """Puts what rng_state returned back into this process. The state of another kind of device is
+    left out, with a line.
+
+    Needs: random, torch.
+    """
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if state["device"] != device.type:
-        say(f"random state of {state['device']} in the checkpoint, {device.type} here: that of the device is skipped")
+        log(
+            f"random state of {state['device']} in the checkpoint, {device.type} here: "
+            "that of the device is skipped"
+        )
     elif state["own"] is not None:
-        torch.get_device_module(device).set_rng_state(state["own"])
+        torch.get_device_module(device).set_rng_state(state["own"], device)
 
 
-@contextmanager
-def caught_signals(caught):
-    """Ctrl-C and SIGTERM only append their number to the list `caught`; another one ends the program at once."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
+# ---------------------------------------------------- 3. how weights move
 
-    def note(number, frame):
-        caught.append(number)
-        for each in numbers:
-            signal.signal(each, signal.SIG_DFL)
 
-    before = [signal.signal(number, note) for number in numbers]
+def build_optimizer(model, args):
+    """AdamW (Loshchilov and Hutter 2019) with two groups of parameters: one decays, the other does
+    not.
+
+    Weight decay pulls weights to 0, which keeps a network from relying on a few large ones. A bias
+    or the gain of a norm has one dimension and no reason to be small, so these are left alone. Each
+    group may have an `lr` of its own; the schedule scales all of them alike (see set_lr). args: lr,
+    weight_decay. Needs: torch.
+    """
+    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    # beta2 = 0.95 averages squared gradients over some 20 steps. The default, 0.999, averages over
+    # 1000, which is long for a run of a few thousand. Fused does the arithmetic of a parameter in
+    # one pass: 4 times as fast on a CPU.
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+
+
+def lr_at(step, total=math.inf, warmup=0.0, schedule="cosine", drops=0):
+    """The factor, in (0, 1], by which the peak learning rate is multiplied in optimizer step `step`
+    of `total`.
+
+    Large steps at the start would throw freshly initialized weights far away, so the rate rises
+    first (warm-up). Near the end small steps settle into the minimum, so it falls. With 30 steps, a
+    tenth of them warm-up, and "cosine":
+
+        1.0     ########
+        0.7    ###########
+        0.4   ###############
+        0.1  ####################
+             step 0    10      20       29
+
+    total     steps of the whole run; infinite: no end is known, and the rate stays at its peak
+    warmup    fraction of all steps in which it rises, 0 to 1; rounded to whole steps, so that one
+              step has the peak
+    schedule  after the warm-up:
+              cosine     falls along half a cosine to 1/100 (Loshchilov and Hutter 2017)
+              step       falls to a tenth after a third of what is left, to a hundredth after two
+              one-cycle  rises along half a cosine from 1/25, falls to 1/250,000 (Smith and Topin
+                         2018)
+              plateau    falls to a tenth for each of `drops` (see drop_on_plateau), two at most
+              constant   stays
+
+    It is a pure function of the step. There is no scheduler whose counter a resume, a skipped step
+    or one epoch more could put wrong. Past the end it stays at its last value. Needs: math.
+    """
+    step = min(step, total - 1)
+    lowest, last = 1 / 100, 1 / 100
+    if schedule == "one-cycle":
+        lowest, last = 1 / 25, 1 / 250_000
+    rising = (
+        0 if total == math.inf else min(round(warmup * total), total - 1)
+    )  # the peak needs a step of its own
+    if step < rising:
+        part = step / rising
+        if schedule == "one-cycle":
+            part = (1 - math.cos(math.pi * part)) / 2
+        return lowest + (1 - lowest) * part
+    part = min(
+        1.0, (step - rising) / max(1, total - 1 - rising)
+    )  # 0 at the peak, 1 in the last step
+    if schedule == "constant":
+        return 1.0
+    if schedule == "step":
+        return 0.1 ** min(2, int(3 * part))
+    if schedule == "plateau":
+        return 0.1 ** min(2, drops)
+    return last + (1 - last) * (1 + math.cos(math.pi * part)) / 2
+
+
+def set_lr(optimizer, factor):
+    """Sets the learning rate of each group to `factor` times its own peak, the rate that it was
+    built with.
+
+    So a group of 1e-4 beside one of 1e-2 keeps its distance. Needs: nothing.
+    """
+    for group in optimizer.param_groups:
+        group.setdefault(
+            "peak_lr", group["lr"]
+        )  # the first time; it lies in the optimizer's state_dict from then on
+        group["lr"] = factor * group["peak_lr"]
+
+
+def drop_on_plateau(drops, stale, improved, patience=2):
+    """For the schedule "plateau", after an epoch: how often the rate has dropped, and epochs since
+    the last progress.
+    """
+    stale = 0 if improved else stale + 1
+    if stale > patience:
+        return drops + 1, 0
+    return drops, stale
+
+
+def distillation(logits, teacher_logits, temperature=4.0):
+    """How far the answers of a network are from those of its teacher, summed over the samples
+    (Hinton et al. 2015).
+
+    A label says "this is a 4". A teacher says "a 4, perhaps a 9, certainly no 0": it also tells
+    which wrong answers are nearly right. With a temperature T the logits are divided by T, which
+    makes the small probabilities visible:
+
+        logits [6, 3, 0]   softmax [0.95, 0.05, 0.002]   with T = 4 [0.58, 0.28, 0.13]
+
+        T^2 KL(softmax(teacher_logits / T) || softmax(logits / T))
+
+    The gradient of the divergence falls with T^2. The factor T^2 takes that back, so that the
+    weight of this term beside the cross-entropy does not depend on T. Both arguments are float (B,
+    K). Needs: F.
+    """
+    student = (logits / temperature).log_softmax(1)
+    teacher = (teacher_logits / temperature).log_softmax(1)
+    return temperature**2 * F.kl_div(student, teacher, reduction="sum", log_target=True)
+
+
+# ---------------------------------------------------- 4. checkpoints
+
+
+def snapshot(model, optimizer, scaler=None, state=None, device=torch.device("cpu")):
+    """A copy of all that a run is between two steps, as one dict on the CPU that `restore` puts
+    back.
+
+    Each part is there because a resumed run goes wrong without it:
+
+        model      the weights
+        optimizer  Adam's averages; without them the first steps after a resume are far too large
+        scaler     the scale of fp16; without it steps overflow until it has been found again
+        rng        the states of the generators, by rank; without them dropout drops other units
+        state      your own dict: epoch, step, best result, averaged weights, ...
+
+    state   plain types and tensors, alike on all ranks, but for state["this_rank"], which each rank
+            has for itself
+    scaler  torch.amp.GradScaler or None
+    All ranks call it together. The keys of the model are those of the bare network (see plain_key).
+    Needs: copied, gather_over_ranks, plain_weights, rng_state, torch.
+    """
+    state = dict(state or {})
+    own = {"rng": rng_state(device), "this_rank": state.pop("this_rank", None)}
+    ranks = gather_over_ranks(copied(own))
+    return {
+        **copied(state),
+        "state_keys": list(state),
+        "model": copied(plain_weights(model)),
+        "optimizer": copied(optimizer.state_dict()),
+        "optimizer_class": type(optimizer).__name__,
+        "scaler": scaler.state_dict() if scaler else {},
+        "rng": [each["rng"] for each in ranks],
+        "this_rank": [each["this_rank"] for each in ranks],
+    }
+
+
+def restore(
+    checkpoint, model, optimizer, scaler=None, state=None, device=torch.device("cpu"), log=print
+):
+    """Puts what `snapshot` returned back into model, optimizer, scaler, `state` and the generators,
+    in place.
+
+    The optimizer comes back as it was, hyperparameters included. With another number of ranks than
+    before, the random states and state["this_rank"] belong to nobody: the generators stay as they
+    are, this_rank becomes None, and a line says so. UserError if the checkpoint is of another
+    network or another class of optimizer, or is not whole. Needs: UserError, copied, load_weights,
+    set_rng_state, dist, torch.
+    """
+    parts = {"model", "optimizer", "optimizer_class", "scaler", "rng", "this_rank", "state_keys"}
+    missing = parts - checkpoint.keys()
+    if missing:
+        raise UserError(
+            f"no {', '.join(sorted(missing))} in the checkpoint; --init takes its weights alone"
+        )
+    written, here = checkpoint["optimizer_class"], type(optimizer).__name__
+    if written != here:
+        raise UserError(
+            f"the checkpoint's optimizer is {written}, here it is {here}; "
+            "--init takes its weights alone"
+        )
+    load_weights(model, checkpoint["model"])
     try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before):
-            signal.signal(number, handler)
+        optimizer.load_state_dict(copied(checkpoint["optimizer"]))
+    except ValueError as error:
+        raise UserError(f"the checkpoint's optimizer does not fit: {error}") from None
+    if (
+        scaler and scaler.is_enabled() and checkpoint["scaler"]
+    ):  # one of the two is empty if fp16 comes or goes
+        scaler.load_state_dict(checkpoint["scaler"])
+
+    rank, world_size = 0, 1
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    own = None
+    if len(checkpoint["rng"]) == world_size:
+        own = copied(checkpoint["this_rank"][rank])
+        set_rng_state(checkpoint["rng"][rank], device, log)
+    else:
+        log(
+            f"{len(checkpoint['rng'])} processes in the checkpoint, {world_size} here: "
+            "random states start from the seed"
+        )
+    if state is not None:
+        state.update({key: copied(checkpoint[key]) for key in checkpoint["state_keys"]})
+        state["this_rank"] = own
 
 
-# ---------------------------------------------------------------------------------------------------- several processes
+def copied(value):
+    """Nested dicts, lists and tuples with all tensors copied to the CPU. Other values are taken as
+    they are.
+
+    A state_dict holds the live tensors: without a copy a snapshot would change with the next step.
+    Needs: torch.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) is dict or hasattr(
+        value, "_metadata"
+    ):  # the latter is what state_dict() returns
+        return {key: copied(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(copied(part) for part in value)
+    return value
+
+
+def plain_key(key):
+    """The name of a weight in the bare network: without what DDP ("module.") and torch.compile
+    ("_orig_mod.") add.
+    """
+    key = key.replace("_orig_mod.", "")
+    while key.startswith("module."):
+        key = key.removeprefix("module.")
+    return key
+
+
+def plain_weights(model):
+    """The state_dict of `model` with the keys of the bare network, however it is wrapped. Needs:
+    nothing.
+    """
+    while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
+        model = model._orig_mod if type(model).__name__ == "OptimizedModule" else model.module
+    return {key.replace("_orig_mod.", ""): value for key, value in model.state_dict().items()}
+
+
+def load_weights(model, weights, source="the checkpoint"):
+    """Loads the state_dict `weights` into `model`, whichever of the two is wrapped by DDP or
+    torch.compile.
+
+    UserError with `source`, keys and shapes if they are of another network. Needs: UserError,
+    plain_key.
+    """
+    weights = {plain_key(key): value for key, value in weights.items()}
+    keys = {
+        plain_key(key): key for key in model.state_dict()
+    }  # as the model has them, by their plain names
+    try:
+        model.load_state_dict({keys.get(key, key): value for key, value in weights.items()})
+    except RuntimeError as error:
+        raise UserError(
+            f"{source}: see --model, --width, --norm: {' '.join(str(error).split())}"
+        ) from None
+
+
+def load_matching(model, weights, log=print, force=False):
+    """Loads what has a namesake of the same shape in `model`, and logs in one line what it took and
+    what it left.
+
+    Returns (keys taken, keys left with the reason). UserError if that is less than half of the
+    model's parameters, unless `force`: a wrong --width fits in a few biases, and the run would
+    begin as good as from scratch. Needs: UserError, plain_key.
+    """
+    weights = {plain_key(key): value for key, value in weights.items()}
+    own = {plain_key(key): value for key, value in model.state_dict().items()}
+    keys = {plain_key(key): key for key in model.state_dict()}
+    taken = [key for key in weights if key in own and own[key].shape == weights[key].shape]
+    left = []
+    for key, value in weights.items():
+        if key not in taken:
+            here = tuple(own[key].shape) if key in own else "none"
+            left.append(f"{key} (shape {tuple(value.shape)}, here {here})")
+    left += [f"{key} (only here, as initialized)" for key in own if key not in weights]
+    fits = sum(own[key].numel() for key in taken)
+    total = sum(value.numel() for value in own.values())
+    if 2 * fits < total and not force:
+        raise UserError(
+            f"only {fits:,} of {total:,} parameters have weights that fit (see --model, --width); "
+            f"--force goes on with the others as initialized: {', '.join(left)}"
+        )
+    model.load_state_dict({keys[key]: weights[key] for key in taken}, strict=False)
+    log(f"took {', '.join(taken)}; left {', '.join(left) or 'nothing'}")
+    return taken, left
+
+
+PLAIN_TYPES = (dict, list, tuple, set, str, bytes, int, float, bool, type(None))
+
+
+def check_plain(value, name="checkpoint"):
+    """TypeError, with the key and the type, for what torch.load(weights_only=True) would refuse to
+    read.
+
+    A NumPy number, a Path or a defaultdict can be written and then not be read, which somebody
+    finds out after a night of training. Types are compared exactly: numpy.float64 is a subclass of
+    float. Needs: PLAIN_TYPES, torch.
+    """
+    if isinstance(value, torch.Tensor):
+        return
+    if type(value) not in PLAIN_TYPES:
+        kind = f"{type(value).__module__}.{type(value).__name__}"
+        raise TypeError(
+            f"{name} is a {kind}, which a checkpoint cannot hold: "
+            "use int(), float(), str() or dict()"
+        )
+    if type(value) is dict:
+        for key, part in value.items():
+            check_plain(key, f"a key of {name}")
+            check_plain(part, f"{name}[{key!r}]")
+    elif type(value) in (list, tuple, set):
+        for index, part in enumerate(value):
+            check_plain(part, f"{name}[{index}]")
+
+
+def write_atomically(path, write):
+    """Calls write(file) on a new file beside `path`, flushes that to the disk, and gives it the
+    name `path`.
+
+    Whoever reads `path` sees the old content or the new one, never a half, even after a crash or
+    with a full disk:
+
+        open .last.pt.tmp   write   fsync   rename to last.pt
+                                    |       '- atomic within one file system: hence the same folder
+                                    '- else a power cut can leave an empty file under the new name
+
+    UserError with the path if the disk is full or the folder cannot be written to. Needs:
+    UserError, os, Path.
+    """
+    path = Path(path)
+    scratch = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(scratch, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error}") from error
+
+
+def save_checkpoint(path, checkpoint):
+    """Writes a dict of plain types and tensors to `path`, with the versions of torch and
+    torchvision.
+
+    Needs: check_plain, copied, versions, write_atomically, io, torch.
+    """
+    checkpoint = copied(
+        {**checkpoint, "versions": versions()}
+    )  # on the CPU: a machine without this GPU reads it, too
+    check_plain(checkpoint)
+    content = (
+        io.BytesIO()
+    )  # by way of memory: on a full disk torch.save raises a RuntimeError about its archive
+    torch.save(checkpoint, content)
+    write_atomically(path, lambda file: file.write(content.getbuffer()))
+
+
+def load_checkpoint(path):
+    """The dict that save_checkpoint wrote, with all tensors on the CPU. UserError, with the reason,
+    for anything else.
+
+    weights_only: a pickle can run any program when it is opened; this way only tensors and plain
+    types come in. The checksums are compared first, which torch.load does not do: a flipped bit
+    would be a wrong weight. Needs: UserError, zipfile, torch.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+        if broken:
+            raise ValueError(f"the checksum of {broken} is wrong")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        parts = [checkpoint["model"], checkpoint.get("args", {}), *checkpoint["model"].values()]
+        if not all(isinstance(part, (dict, torch.Tensor)) for part in parts):
+            raise ValueError("its model or args are no dict of tensors")
+    except OSError as error:  # it is absent, a folder, or not permitted, and says so itself
+        raise UserError(str(error)) from None
+    except (
+        Exception
+    ) as error:  # a damaged file raises one of a dozen types, depending on where the damage is
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path}: not a checkpoint of this program, or damaged: {reason}") from None
+    return checkpoint
+
+
+def versions():
+    """Versions of torch and torchvision as plain str; None for a package whose metadata are
+    missing.
+
+    torch.__version__ is of a class that weights_only=True refuses; importing torchvision would take
+    a second. Needs: metadata, torch.
+    """
+    try:
+        torchvision = metadata.version("torchvision")
+    except metadata.PackageNotFoundError:
+        torchvision = None
+    return {"torch": str(torch.__version__), "torchvision": torchvision}
+
+
+# ---------------------------------------------------- 5. several processes
 
 
 def init_distributed(device):
-    """Joins the process group that torchrun describes in the environment. Returns (rank, world size, device).
+    """Joins the process group that torchrun describes in the environment. Returns (rank, world
+    size, device).
 
-    Whoever calls it calls leave_distributed at the end.
+    Each process has a copy of the network and its part of every batch. After the backward pass they
+    add up their gradients (an all-reduce), so that all take the same step. Whoever calls this calls
+    leave_distributed at the end. Needs: importlib, os, dist, torch.
     """
     if "RANK" not in os.environ:
         return 0, 1, device
-    importlib.import_module("torch.distributed.nn")  # before there is a group: leave_distributed says why
-    # Two backends: NCCL for tensors on the GPU, and gloo for the small agreements between CPUs, which stall no GPU.
+    importlib.import_module(
+        "torch.distributed.nn"
+    )  # before there is a group: leave_distributed says why
+    # Two backends: NCCL for tensors on the GPU, and gloo for the small agreements between CPUs,
+    # which stall no GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -183,15 +635,20 @@ def init_distributed(device):
 
 
 def leave_distributed():
-    """Ends the process group and waits for its threads: the last that a process does, also with an error on its way out.
+    """Ends the process group and waits for its threads. It is the last call of a process, also
+    after an error.
 
-    A thread of gloo lets go of the tensors of an all-reduce a moment after everybody has the result. If the interpreter
-    ends in that moment, the thread dies in the middle of it, and C++ aborts a process whose work was done: status -6.
-    dist.destroy_process_group() waits for the threads, but only if nobody else holds the group. Three do:
-    - torch.distributed.nn: `group=group.WORLD` is a default argument of its functions, so it keeps the group for good
-      if there is one when it is imported, and the first optimizer or DDP imports it. So init_distributed does, earlier.
-    - DDP, which garbage collection frees, for its references go in a circle.
-    - an error, by the local variables of all functions that it has come through.
+    A thread of gloo lets go of the tensors of an all-reduce a moment after everybody has the
+    result. If the interpreter ends in that moment, the thread dies in the middle of it, and C++
+    aborts a process whose work was done: status -6. dist.destroy_process_group() waits for the
+    threads, but only if nobody else holds the group. Three do:
+    - torch.distributed.nn: `group=group.WORLD` is a default argument of its functions, so it keeps
+      the group for good
+      if there is one when it is imported, and the first optimizer or DDP imports it. So
+      init_distributed does, earlier.
+    - DDP, if it is part of a circle of references, which only garbage collection frees.
+    - an error on its way out, by the local variables of all functions that it has come through.
+    Needs: gc, sys, traceback, dist.
     """
     if not dist.is_initialized():
         return
@@ -206,7 +663,8 @@ def leave_distributed():
 def sum_over_ranks(tensor):
     """Sum of `tensor` over all processes, in place, and returned; with one process as it is.
 
-    Sums, never averages: ranks hold different numbers of samples, and the mean of their means would weigh them alike.
+    Sums, never averages: ranks hold different numbers of samples, and the mean of their means would
+    weigh them alike. Needs: dist.
     """
     if dist.is_initialized():
         dist.all_reduce(tensor)
@@ -214,16 +672,23 @@ def sum_over_ranks(tensor):
 
 
 def largest_over_ranks(numbers):
-    """Starts to look for the largest in all ranks' lists of ints. Returns a function that waits for the answer."""
+    """Starts to look for the largest in all ranks' lists of ints. Returns a function that waits for
+    the answer; with one process that is the largest at the time of asking. Needs: dist, torch.
+    """
     if not dist.is_initialized():
         return lambda: max(numbers, default=0)
     largest = torch.tensor(max(numbers, default=0))
     work = dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True)
-    return lambda: work.wait() and largest.item()
+
+    def answer():
+        work.wait()
+        return largest.item()
+
+    return answer
 
 
 def gather_over_ranks(value):
-    """List of each rank's `value` (anything that pickles), by rank, on all ranks."""
+    """List of each rank's `value` (anything that pickles), by rank, on all ranks. Needs: dist."""
     values = [value]
     if dist.is_initialized():
         values = [None] * dist.get_world_size()
@@ -231,298 +696,157 @@ def gather_over_ranks(value):
     return values
 
 
+def broadcast_from_rank_0(value):
+    """Rank 0's `value` (anything that pickles) on all ranks. Needs: dist."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def once_per_machine(function):
-    """Runs `function` in one process of each machine. Returns on all ranks the first result that is not None, or None.
+    """Runs `function` in one process of each machine. Returns on all ranks the first result that is
+    not None, or None.
 
-    Needs: gather_over_ranks.
+    Needs: gather_over_ranks, os.
     """
-    result = function() if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
-    return next((result for result in gather_over_ranks(result) if result is not None), None)
+    result = None
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        result = function()
+    results = [each for each in gather_over_ranks(result) if each is not None]
+    return results[0] if results else None
 
 
-# ---------------------------------------------------------------------------------------------------- optimisation
+# ---------------------------------------------------- 6. extras: the run's folder, signals, memory
 
 
-def build_optimizer(model, args):
-    """AdamW (Loshchilov and Hutter 2019), decaying weights only: a bias or a norm's gain has no reason to be small."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": args.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    # beta2 0.95 averages over some 20 steps. The default, 0.999, averages over 1000: long for a run of a few thousand.
-    # Fused is one kernel for all parameters, four times faster on a CPU.
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+def number(kind, low, high):
+    """A type for argparse: an int or a float (`kind`) from `low` to `high`. NaN is outside: it
+    compares with nothing.
 
-
-def distillation(logits, wanted, temperature=4.0):
-    """T^2 KL(softmax(wanted / T) || softmax(logits / T)), summed over the samples of two (B, K) (Hinton et al. 2015).
-
-    A high T shows which wrong answers the teacher finds less wrong than others. The gradient falls with T^2, so with
-    that factor the weight beside the cross-entropy does not depend on T.
+    Needs: argparse.
     """
-    logits, wanted = ((each / temperature).log_softmax(1) for each in (logits, wanted))
-    return temperature**2 * F.kl_div(logits, wanted, reduction="sum", log_target=True)
 
+    def parse(text):
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
+        return value
 
-def lr_at(step, total, peak, warmup=0, schedule="cosine", drops=0):
-    """Learning rate of optimizer step `step`, counted from 0, of `total`: in (0, peak], also past the end.
-
-    For the first `warmup` steps it rises in a line from peak / 100. Then
-    cosine    falls along half a cosine to peak / 100 at the last step (Loshchilov and Hutter 2017, without restarts)
-    step      falls to a tenth after a third, and to a hundredth after two thirds of what is left
-    one-cycle also rises along half a cosine, from peak / 25, and falls to peak / 250,000 (Smith and Topin 2018)
-    plateau   falls to a tenth for each of `drops` (see drop_on_plateau), two at most
-    constant  stays
-
-    A pure function: there is no scheduler whose counter a resume, a skipped step or an epoch more could put wrong.
-    """
-    low, last = (peak / 25, peak / 250_000) if schedule == "one-cycle" else (peak / 100, peak / 100)
-    if step < warmup:
-        part = step / warmup
-        return low + (peak - low) * ((1 - math.cos(math.pi * part)) / 2 if schedule == "one-cycle" else part)
-    part = min(1.0, (step - warmup) / max(1, total - 1 - warmup))  # 0 at the peak, 1 at the last step
-    if schedule in ("step", "plateau"):
-        return peak * 0.1 ** min(2, int(3 * part) if schedule == "step" else drops)
-    if schedule == "constant":
-        return peak
-    return last + (peak - last) * (1 + math.cos(math.pi * part)) / 2  # not 0: the last step still does something
-
-
-def drop_on_plateau(drops, stale, improved, patience=2):
-    """After an epoch: how often the learning rate has dropped, and for how many epochs nothing has improved since."""
-    stale = 0 if improved else stale + 1
-    return (drops + 1, 0) if stale > patience else (drops, stale)
-
-
-# ---------------------------------------------------------------------------------------------------- a run on disk
+    parse.__name__ = kind.__name__  # argparse names the type in its message
+    return parse
 
 
 def new_folder(out, name):
-    """Makes the folder of a run: `out`, or if None runs/<name>-<n>, the next free n. ValueError if it holds a run."""
-    if out:
-        folder = Path(out)
-        if any((folder / file).exists() for file in ("run.json", "last.pt", "best.pt")):
-            raise ValueError(f"--out {folder}: holds a run already; choose another folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-    Path("runs").mkdir(exist_ok=True)
-    for n in itertools.count(1):
-        try:
-            folder = Path("runs") / f"{name}-{n}"
-            folder.mkdir()  # not exist_ok: of two programs that start together one gets n, the other n + 1
-            return folder
-        except FileExistsError:
-            pass
+    """Makes the folder of a run: `out`, or if that is None runs/<name>-<n> with the next free n.
 
-
-def write_atomically(path, write):
-    """Calls write(file) on a new file beside `path`, flushes it to the disk and gives it the name `path`.
-
-    Whoever reads `path` sees the old content or the new, never a half, even after a crash or with a full disk. A rename
-    is atomic within one file system only; without fsync a power cut can leave an empty file under the new name.
+    UserError if it holds a run already or cannot be made. Needs: UserError, itertools, Path.
     """
-    path = Path(path)
-    scratch = path.with_name(f".{path.name}.tmp")
-    with open(scratch, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(scratch, path)
+    folder = Path(out or "runs")
+    try:
+        if out and any((folder / file).exists() for file in ("run.json", "last.pt", "best.pt")):
+            raise UserError(f"--out {folder}: holds a run already; choose another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        if out:
+            return folder
+        for n in itertools.count(1):
+            numbered = folder / f"{name}-{n}"
+            if not numbered.exists():
+                try:
+                    # Not exist_ok: of two programs that start together one gets n, the other n + 1.
+                    numbered.mkdir()
+                except FileExistsError:
+                    continue
+                return numbered
+    except OSError as error:
+        raise UserError(f"cannot make a folder for the run: {error}") from None
 
 
 def write_csv(path, rows):
-    """Writes a list of dicts as a table, the keys of the first as its head. Needs: write_atomically."""
+    """Writes a list of dicts as a table. Its head has all keys of all rows: a new column does not
+    break an old run.
+
+    Needs: write_atomically, csv, io.
+    """
+    head = list(dict.fromkeys(key for row in rows for key in row))
     text = io.StringIO(newline="")
-    table = csv.DictWriter(text, rows[0])
+    table = csv.DictWriter(text, head)
     table.writeheader()
     table.writerows(rows)
     write_atomically(path, lambda file: file.write(text.getvalue().encode()))
 
 
 def write_json(path, value):
-    """Writes dicts, lists, strings and numbers as indented JSON. Needs: write_atomically."""
-    write_atomically(path, lambda file: file.write(json.dumps(value, indent=2).encode()))
-
-
-def versions():
-    """Of torch and torchvision, as plain str: torch.__version__ is of a class that weights_only=True refuses."""
-    return {"torch": str(torch.__version__), "torchvision": metadata.version("torchvision")}  # an import takes a second
-
-
-def new_state(total_steps):
-    """State of a run that has not begun. With model, optimizer, scaler, generators it is all that counts but time."""
-    return {
-        "epoch": 0,  # epochs that are done
-        "batch": 0,  # batches of the epoch now that are done, on each rank
-        "sums": None,  # over those batches: loss, correct, samples, gradient norm, steps taken, finite steps
-        "step": 0,  # steps that the optimizer has taken
-        "skipped": 0,  # steps that it has not, for an overflow in fp16
-        "total_steps": total_steps,
-        "drops": 0, "stale": 0,  # of the plateau schedule, see utils.drop_on_plateau
-        "metrics": [],  # one row per epoch
-        "best": None,  # the row of best.pt
-        "test": None,  # accuracy and loss, once all epochs are done
-    }
-
-
-def finite_means(sums, epoch):
-    """Of new_state's sums, loss and accuracy per sample, gradient norm per step; FloatingPointError if not finite."""
-    loss, correct, samples, norm, taken, finite = sums.tolist()  # here the host waits for the device
-    if not math.isfinite(loss + norm):
-        raise FloatingPointError(
-            f"epoch {epoch + 1}, step {finite + 1:.0f}: loss or gradient is not finite (sums {loss:g}, {norm:g}); "
-            "look at the data of this step, or lower --lr"
-        )
-    return loss / max(1.0, samples), correct / max(1.0, samples), norm / max(1.0, taken)
-
-
-def plain_weights(model):
-    """The state_dict of `model` with the keys of the bare model, however DDP or torch.compile have wrapped it."""
-    while type(model).__name__ in ("DistributedDataParallel", "DataParallel", "OptimizedModule"):
-        model = model._orig_mod if type(model).__name__ == "OptimizedModule" else model.module
-    return {key.replace("_orig_mod.", ""): value for key, value in model.state_dict().items()}
-
-
-def snapshot(model, optimizer, scaler, state, device):
-    """All that changes in a run, as a dict that restore puts back. All ranks call it, for each has its own generators.
-
-    Needs: plain_weights, gather_over_ranks, rng_state.
-    """
-    sums = None if state["sums"] is None else state["sums"].cpu()  # of the epoch now, of this rank
-    return {
-        "model": plain_weights(model), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(), **state,
-        "sums": gather_over_ranks(sums), "rng": gather_over_ranks(rng_state(device)),
-    }
-
-
-def save_checkpoint(path, checkpoint):
-    """Writes a dict of plain types and tensors to `path`, with the versions. Needs: write_atomically, versions."""
-    content = io.BytesIO()  # by way of memory: on a full disk torch.save would raise a RuntimeError about its archive
-    torch.save({**checkpoint, "versions": versions()}, content)
-    write_atomically(path, lambda file: file.write(content.getbuffer()))
-
-
-def load_checkpoint(path):
-    """The dict that save_checkpoint wrote, all tensors on the CPU. ValueError or OSError for anything else.
-
-    weights_only: a pickle can run any program when it is opened; this way only tensors and plain types come in.
-    The checksums are compared first, which torch.load itself does not do: a flipped bit would be a wrong weight.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
-        if broken:
-            raise ValueError(f"the checksum of {broken} is wrong")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        parts = [checkpoint["model"], checkpoint.get("args", {})] + list(checkpoint["model"].values())
-        if not all(isinstance(part, (dict, torch.Tensor)) for part in parts):
-            raise ValueError("its model or args are no dict of tensors")
-    except OSError:  # absent, a folder, not permitted: says so itself
-        raise
-    except Exception as error:  # a damaged file raises one of a dozen types, depending on where the damage is
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{path}: not a checkpoint of this program, or damaged: {reason}") from None
-    return checkpoint
-
-
-def load_weights(model, weights, source="weights"):
-    """Loads the state_dict `weights` into `model`; ValueError with source, keys and shapes if it is another model's."""
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"{source}: see --model, --width, --norm: {' '.join(str(error).split())}") from None
-
-
-def restore(checkpoint, args, facts, state, optimizer, scaler, device, rank=0, world_size=1, say=print):
-    """Puts all that `checkpoint` holds beside the weights where it belongs, in place. Needs: set_rng_state.
-
-    args, facts  arguments and description of the data, now; a changed argument is said in one line
-    state        dict of where the run is; total_steps is kept as it is
-    ValueError if the checkpoint holds something else, or is of other data: its place in the epoch would mean nothing,
-    and with another split it would be validated on what it was trained on.
-    """
-    missing = {*state, "optimizer", "scaler", "rng", "args", "amp", "data", "world_size"} - checkpoint.keys()
-    if missing:
-        raise ValueError(f"{args.resume}: no {', '.join(sorted(missing))} in it; --init takes its weights alone")
-    if checkpoint["data"] != facts:
-        raise ValueError(f"{args.resume}: of {checkpoint['data']}, here is {facts}; see --dataset, --val-size, --seed")
-    old = {**checkpoint["args"], "amp": checkpoint["amp"]}  # as it was, not as it was asked for
-    for key in sorted(vars(args).keys() & old.keys()):
-        if getattr(args, key) != old[key]:
-            say(f"--{key.replace('_', '-')}: {old[key]} in {args.resume}, {getattr(args, key)} from now on")
-
-    state |= {key: checkpoint[key] for key in state if key != "total_steps"}
-    before, now = old["batch_size"] * checkpoint["world_size"], args.batch_size * world_size
-    # If batches or windows have another size now: go on after as many samples (a stream: others), in the schedule, too.
-    state["batch"] = math.ceil(state["batch"] * before / now)
-    state["step"] = round(state["step"] * before * old["accum"] / (now * args.accum))
-    sums, rng = checkpoint["sums"], checkpoint["rng"]  # lists, by rank
-    if world_size == len(rng):
-        state["sums"] = sums[rank]
-        set_rng_state(rng[rank], device, say)
-    else:  # rank 0 takes over what was summed
-        say(f"{len(rng)} processes in {args.resume}, {world_size} here: random states start from the seed")
-        state["sums"] = sum(sums) if rank == 0 and sums[0] is not None else None
-    decay = [group["weight_decay"] for group in optimizer.param_groups]
-    optimizer.load_state_dict(checkpoint["optimizer"])
-    for group, weight_decay in zip(optimizer.param_groups, decay):
-        group["weight_decay"] = weight_decay  # the argument's, which load_state_dict has overwritten
-    if scaler.is_enabled() and checkpoint["scaler"]:  # one of the two is empty if the run goes to or from fp16
-        scaler.load_state_dict(checkpoint["scaler"])
-
-
-def load_matching(model, weights, say=print):
-    """Loads what has a namesake of the same shape in `model`, and says in one line what it took and what it left.
-
-    Returns (keys taken, keys left with the reason); ValueError if nothing fits.
-    """
-    own = model.state_dict()
-    taken = [key for key in weights if key in own and own[key].shape == weights[key].shape]
-    left = [
-        f"{key} (shape {tuple(weights[key].shape)}, here {tuple(own[key].shape) if key in own else 'none'})"
-        for key in weights
-        if key not in taken
-    ] + [f"{key} (only here, as initialized)" for key in own if key not in weights]
-    if not taken:
-        raise ValueError(f"none of the weights fit: {', '.join(left)}")
-    model.load_state_dict({key: weights[key] for key in taken}, strict=False)
-    say(f"took {', '.join(taken)}; left {', '.join(left) or 'nothing'}")
-    return taken, left
+    """Writes dicts, lists, strings and numbers as indented JSON. Needs: write_atomically, json."""
+    text = json.dumps(value, indent=2)
+    write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def confusion_table(confusion, classes):
-    """Text of an int64 (K, K) matrix: row = true class, column = answer; behind each row the share that is right."""
-    wide = max(7, len(str(confusion.max().item())) + 1, *(len(name) + 1 for name in classes))
-    lines = ["".join(f"{name:>{wide}}" for name in ["", *classes, "right"])]
-    for name, row, right in zip(classes, confusion.tolist(), confusion.diag().tolist()):
-        share = f"{100 * right / sum(row):.1f}%" if sum(row) else "-"
-        lines.append("".join(f"{cell:>{wide}}" for cell in [name, *(count or "." for count in row), share]))
+    """Text of an int64 (K, K) matrix: row = true class, column = answer; behind each row the
+    fraction that is right.
+
+    Needs: nothing.
+    """
+    longest = max(len(name) for name in classes)
+    width = 1 + max(6, longest, len(str(confusion.max().item())))
+    lines = ["".join(f"{name:>{width}}" for name in ["", *classes, "right"])]
+    for index, (name, row) in enumerate(zip(classes, confusion.tolist())):
+        right = "-"
+        if sum(row):
+            right = f"{100 * row[index] / sum(row):.1f}%"
+        counts = [count or "." for count in row]
+        lines.append("".join(f"{cell:>{width}}" for cell in [name, *counts, right]))
     return "\n".join(lines)
 
 
-@torch.no_grad()
-def attention_picture(path, model, batch, images):
-    """PNG of images (B, 1, 28, 28) in 0..1, in red the weights with which patches entered the answer.
+@contextmanager
+def caught_signals(caught):
+    """Ctrl-C and SIGTERM only append their number to the list `caught`; another one ends the
+    program at once.
 
-    model an AttentionClassifier, batch = (tokens (B, L, 16), positions (B, L), mask (B, L)) of the same images.
+    Needs: contextmanager, signal.
     """
-    from torchvision.utils import save_image  # here, for it takes a second
+    numbers = (signal.SIGINT, signal.SIGTERM)
 
-    seen = []
-    hook = model.pool.softmax.register_forward_hook(lambda layer, inputs, weights: seen.append(weights))  # (B, L)
-    model.eval()(batch)
-    hook.remove()
-    _, positions, mask = batch
-    heat = torch.zeros(len(images), 49, device=mask.device).scatter_add(1, positions, seen[0].float() * mask)  # (B, 49)
-    heat = (heat / heat.amax(1, keepdim=True).clamp(min=1e-9)).view(-1, 1, 7, 7).cpu()  # the largest is full red
-    heat, images = (F.interpolate(each.float(), size=(112, 112)) for each in (heat, images.cpu()))  # nearest
-    dark = images * (1 - 0.6 * heat)
-    save_image(torch.cat([(images + heat).clamp(max=1), dark, dark], dim=1), path, nrow=8, padding=8, pad_value=0.5)
+    def note(number, frame):
+        caught.append(number)
+        for each in numbers:
+            signal.signal(each, signal.SIG_DFL)
+
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def keep_freed_memory():
+    """Makes the C library (glibc) keep the memory that tensors free, for the next ones: a CPU step
+    is a fifth faster.
+
+    Otherwise freed megabytes go back to the system, and the activations of each step come as new
+    pages that the kernel has to fill with zeros: 9,000 page faults a step. The price is a process
+    that stays as big as it ever was. Needs: ctypes, sys.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if not hasattr(libc, "mallopt"):
+        return
+    trim_threshold, mmap_threshold = -1, -3  # their numbers in malloc.h
+    if not libc.mallopt(
+        mmap_threshold, 2**30
+    ):  # larger blocks are mappings of their own, given back when freed
+        libc.mallopt(mmap_threshold, 2**25)  # all that old versions take
+    libc.mallopt(trim_threshold, 2**31 - 1)  # so much may lie free at the end of the heap
 
 
 if __name__ == "__main__":
     for schedule in ("cosine", "step", "one-cycle"):
-        curve = [lr_at(step, 60, 1.0, 9, schedule) for step in range(60)]
-        print(f"{schedule}: 60 steps, 9 of warm-up, from {curve[0]:.3f} over 1 to {curve[-1]:.6f}")
+        curve = [lr_at(step, 60, 0.15, schedule) for step in range(60)]
+        print(
+            f"{schedule}: 60 steps, 9 of warm-up, from {curve[0]:.3f} over 1 "
+            f"to {curve[-1]:.6f} of the peak"
+        )
         for level in (0.9, 0.7, 0.5, 0.3, 0.1):
-            print("".join("#" if lr > level else " " for lr in curve))
+            print("".join("#" if factor > level else " " for factor in curve))

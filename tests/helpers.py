@@ -73,17 +73,17 @@ def repeated_sample(n, augment):
 def training(digits, flags=""):
     """The program's training on a CPU, to be timed. Returns (network, optimizer, loader, a function that trains an epoch)."""
     args = train.parse_args(["--amp", "off", *flags.split()])
-    network = train.build_model(args, digits.classes).to(memory_format=torch.channels_last)
+    about = {"classes": digits.classes, "shape": [1, 28, 28], **NORM}
+    network = train.build_model(args, about).to(memory_format=torch.channels_last)
     optimizer, scaler = utils.build_optimizer(network, args), torch.amp.GradScaler("cpu", enabled=False)
-    loader = data.make_loader(
-        digits, args.batch_size, data.EpochSampler(len(digits)), collate=train.collate_of(args, **NORM)
-    )
-    state = utils.new_state(10**6)  # without end
+    collate = train.NETWORKS[args.model]["collate"](args, about)
+    loader = data.make_loader(digits, args.batch_size, data.EpochSampler(len(digits)), collate=collate)
+    state = train.new_state()  # without end
 
     def epoch():
-        row = train.train_one_epoch(network, loader, optimizer, scaler, state, args, torch.device("cpu"), show=lambda line: None)
-        state.update(epoch=state["epoch"] + 1, batch=0, sums=None)
-        return row
+        return train.train_one_epoch(
+            network, loader, optimizer, scaler, state, args, torch.device("cpu"), log=lambda line: None
+        )
 
     return network, optimizer, loader, epoch
 

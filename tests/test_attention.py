@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import data
 import utils
+from helpers import NORM
 from model import (
     AttentionClassifier, Block, MaskedPooling, SimpleSelfAttention, TemperatureSoftmax, attention_weights, init_weights, unpack,
 )
@@ -283,7 +284,7 @@ def test_checks_do_not_halt_a_gpu(monkeypatch):
                 read.append(str(function))
             return function(*args, **(kwargs or {}))
 
-    batch, _ = data.collate_packed(digits(range(8)))
+    batch, _ = collate_packed(digits(range(8)))
     with Watch():
         classifier()(batch)
         assert read  # on a CPU the positions are checked
@@ -481,7 +482,7 @@ def test_export_takes_any_batch(tokens):
             assert (program(batch) - network(batch)).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("collate", [data.collate_tokens, data.collate_packed])
+@pytest.mark.parametrize("collate", [collate_tokens, collate_packed])
 def test_attention_weights_say_what_entered_the_answer(collate):
     images, labels = digits(range(8))
     images[3] = 0
@@ -505,7 +506,7 @@ def test_attention_weights_say_what_entered_the_answer(collate):
 
 
 def test_attention_weights_ignore_what_padding_holds():
-    network, (tokens, positions, mask) = classifier(), data.collate_tokens(digits(range(4)))[0]
+    network, (tokens, positions, mask) = classifier(), collate_tokens(digits(range(4)))[0]
     garbage = positions.masked_fill(~mask, 10**6)
     assert torch.equal(attention_weights(network, (tokens, garbage, mask)), attention_weights(network, (tokens, positions, mask)))
 
@@ -568,7 +569,7 @@ def test_picture_of_attention(tmp_path):
     images, labels = digits(range(5))
     images[4] = 0
     batch, _ = collate_tokens((images, labels))
-    utils.attention_picture(tmp_path / "a.png", classifier(), batch, images)
+    data.save_pictures(tmp_path / "a.png", images, attention_weights(classifier(), batch).detach())
     picture = Image.open(tmp_path / "a.png")
     assert picture.mode == "RGB" and picture.size == (5 * 120 + 8, 128)
     red, green, blue = (channel.getextrema() for channel in picture.crop((8, 8, 120, 120)).split())

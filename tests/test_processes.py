@@ -100,12 +100,12 @@ def test_gradients_are_exchanged_once_a_window_and_evaluation_counts_no_sample_t
         loader = data.make_loader(digits, 2, data.EpochSampler(13, 0, 2, rank), collate=collate)
         seen = []
         grads = lambda: seen.append([p.grad.clone() for p in network.parameters()])
-        train.train_one_epoch(network, loader, optimizer, off, utils.new_state(2), args, device, after_step=grads)
+        train.train_one_epoch(network, loader, optimizer, off, train.new_state(2), args, device, after_step=grads)
         five = data.Digits(images[:5], torch.tensor([3, 1, 1, 1, 1]), classes)
         class Three(torch.nn.Module):
             def forward(self, x):
                 return torch.nn.functional.one_hot(torch.full((len(x),), 3), 10).float() * 9
-        result = train.evaluate(Three(), data.make_loader(five, 2, range(rank, 5, 2), collate=collate), device)
+        result = train.evaluate(Three(), data.make_loader(five, 2, range(rank, 5, 2), collate=collate), device, classes=10)
         torch.save({"grads": seen, "exchanges": len(exchanges), "result": result}, f"rank{rank}.pt")
     """, folder)
     assert status == 0, err

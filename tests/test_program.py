@@ -4,7 +4,9 @@ import csv
 import gc
 import json
 import os
+import pathlib
 import select
+import signal
 import subprocess
 import sys
 
@@ -57,6 +59,40 @@ def test_wrong_flag_is_one_line(flags, capfd):
     line = fails(capfd, *flags.split())
     assert flags.split()[-1] in line or "expected one argument" in line, line
     print(line)
+
+
+def test_flags_are_not_abbreviated(capfd):
+    assert "--epoch" in fails(capfd, "--epoch", "3")
+
+
+@pytest.mark.parametrize("flags, lines", [
+    ("--tokens all", ["--tokens: has no effect with --model cnn"]),
+    ("--model attention --norm batch", ["--norm: has no effect with --model attention"]),
+    ("--sync-bn", ["--sync-bn: has no effect without --norm batch"]),
+    ("--force", ["--force: has no effect without --init"]),
+    ("--model attention --pictures", ["--pictures: has no effect without --evaluate"]),
+    ("--evaluate a.pt --save-every 3 --lr 1", ["--save-every: has no effect without training", "--lr: has no effect without training"]),
+    ("--sync-bn --norm batch --width 8", []),
+    ("--model attention --tokens all --grad-checkpoint", []),
+])
+def test_flags_without_effect_are_said(flags, lines):
+    assert train.without_effect(train.parse_args(flags.split())) == lines
+
+
+@pytest.mark.parametrize("where", ["build_model", "loss_and_metrics"])
+@pytest.mark.parametrize("kind", [ValueError, OSError, RuntimeError])
+def test_errors_of_the_users_own_code_keep_their_traceback(where, kind, mnist, monkeypatch):
+    def own_bug(*args):
+        raise kind("too many values to unpack")
+
+    monkeypatch.setattr(train, where, own_bug)
+    with pytest.raises(kind, match="too many values"):
+        train.main(["--data-dir", str(mnist / "data"), "--out", str(mnist / "run"), "--dry-run"])
+
+
+def test_command_to_go_on_can_be_pasted():
+    assert train.resume_command(pathlib.Path("my runs/1"), 1) == "python train.py --resume 'my runs/1/last.pt'"
+    assert train.resume_command(pathlib.Path("a"), 3) == "torchrun --standalone --nproc-per-node 3 train.py --resume a/last.pt"
 
 
 def test_every_flag_is_explained_with_its_default(capsys):
@@ -220,6 +256,24 @@ def test_import_prints_and_starts_nothing(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+IMPORTS_TAKE_THEIR_TIME = """
+import os, runpy, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C in the middle of the imports
+sys.meta_path.insert(0, Finder())
+sys.path.insert(0, sys.argv[1])
+runpy.run_path(sys.argv[1] + "/train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are others on Windows")
+def test_ctrl_c_during_the_imports_is_no_traceback():
+    done = subprocess.run([sys.executable, "-c", IMPORTS_TAKE_THEIR_TIME, ROOT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # of urllib
 @pytest.mark.parametrize("status", [403, 503])
 def test_no_download_falls_back_and_says_so(status, tmp_path, monkeypatch, capfd):
@@ -276,7 +330,7 @@ def test_terminal_gets_one_line_that_rewrites_itself(tmp_path):
     rewritten = next(line for line in lines if line.count("\r") > 1).split("\r")
     print(*rewritten, sep="\n")
     assert len(rewritten) == 10  # nothing, 8 lines of progress, and what overwrites the last of them
-    for word in ("epoch 1/1", "step ", "loss", "acc", "lr", "images/s", "data"):
+    for word in ("epoch 1/1", "step ", "loss", "acc", "lr", "images/s", "left"):
         assert word in rewritten[1]
     assert {len(line) for line in rewritten[1:-1]} == {79}  # a longer line would wrap, and stay
 

@@ -252,7 +252,7 @@ def test_activations_by_a_running_range():
     assert (network(noise) - quantize(network, 8)(noise)).abs().max() == 0  # without a range, all passes
     quantize(network, 8, activation_bits=8)
     assert set(plain.state_dict()) < set(network.state_dict())
-    utils.load_matching(network, plain.state_dict(), say=lambda line: None)
+    utils.load_matching(network, plain.state_dict(), log=lambda line: None)
     images = torch.rand(64, 1, 28, 28)
     network.train()(images)
     assert (network.eval()(images) - plain.eval()(images)).abs().max() < 0.05
@@ -418,6 +418,8 @@ def test_teacher_is_normalised_as_the_loss_is(folder):
     torch.manual_seed(0)
     teacher, start = SimpleCNN(4).eval().requires_grad_(False), SimpleCNN(4, dropout=0.0).state_dict()
     x, y = data.collate_images(digits.__getitems__(range(12)), **NORM)
+    collate = partial(data.collate_images, **NORM)
+    both = partial(train.collate_for_both, collate=collate, teacher_collate=collate)
     expected = SimpleCNN(4, dropout=0.0)
     expected.load_state_dict(start)
     logits = expected(x)
@@ -428,8 +430,8 @@ def test_teacher_is_normalised_as_the_loss_is(folder):
         network = SimpleCNN(4, dropout=0.0)
         network.load_state_dict(start)
         optimizer, off = torch.optim.SGD(network.parameters(), lr=0.0), torch.amp.GradScaler("cpu", enabled=False)
-        loader = data.make_loader(digits, batch, data.EpochSampler(12), collate=partial(data.collate_images, **NORM))
-        row = train.train_one_epoch(network, loader, optimizer, off, utils.new_state(1), args, torch.device("cpu"), teacher=teacher)
+        loader = data.make_loader(digits, batch, data.EpochSampler(12), collate=both)
+        row = train.train_one_epoch(network, loader, optimizer, off, train.new_state(1), args, torch.device("cpu"), teacher=teacher)
         assert row["train_loss"] == pytest.approx(loss.item(), rel=1e-5)
         for ours, theirs in zip(network.parameters(), expected.parameters(), strict=True):
             assert (ours.grad - theirs.grad).abs().max() < 1e-6
@@ -440,7 +442,15 @@ def test_teacher_on_the_command_line(folder, capfd):
     train.main([*FLAGS, "--out", "student", "--width", "4", "--quant-bits", "2", "--teacher", "teacher/best.pt", "--amp", "bf16"])
     assert utils.load_checkpoint("student/last.pt")["args"]["teacher"] == "teacher/best.pt"
     capfd.readouterr()
+    # A teacher may be any network that takes the same data; each has its own collate.
+    for tokens in ("packed", "all"):
+        train.main([*FLAGS, "--model", "attention", "--tokens", tokens, "--teacher", "teacher/best.pt", "--out", tokens, "--dry-run"])
+    train.main([*FLAGS, "--teacher", "all/best.pt", "--out", "back", "--dry-run"])
+    checkpoint = utils.load_checkpoint("teacher/best.pt")
+    checkpoint["data"]["classes"] = ["cat", "dog"]
+    utils.save_checkpoint("pets.pt", checkpoint)
+    capfd.readouterr()
     with pytest.raises(SystemExit) as end:
-        train.main([*FLAGS, "--model", "attention", "--teacher", "teacher/best.pt"])
+        train.main([*FLAGS, "--teacher", "pets.pt"])
     err = capfd.readouterr().err
-    assert end.value.code == 2 and err.count("\n") == 1 and "SimpleCNN" in err
+    assert end.value.code == 2 and err.count("\n") == 1 and "classes ['cat', 'dog']" in err

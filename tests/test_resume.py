@@ -87,7 +87,7 @@ def stopped_and_resumed(monkeypatch, at, *flags, out="stopped"):
     ("--schedule step", (5, 7)),
     ("--schedule one-cycle", (5, 7)),
     ("--schedule constant", (5, 7)),
-    ("--schedule plateau --lr 1e-9 --epochs 5", (9, 17)),  # nothing improves: it drops
+    ("--schedule plateau --lr 1e-9 --epochs 6", (9, 17)),  # nothing improves: it drops
     ("--val-size 0 --no-augment", (6,)),
 ], ids=lambda value: value.replace("--", "").replace(" ", "-") or "default" if isinstance(value, str) else "")
 def test_resume_equals_the_straight_run(flags, stops, folder, monkeypatch):
@@ -180,6 +180,7 @@ def test_two_processes_stop_together_and_resume(folder):
     status, out, err = torchrun(*flags, "--out", "stopped", cwd=folder, ranks=2, before=stop)
     assert status != 0 and "stopped by SIGTERM after step 7" in out and "Traceback (most recent call last):\n  File" not in out, err
     assert utils.load_checkpoint("stopped/last.pt")["step"] == 7
+    assert "to go on: torchrun --standalone --nproc-per-node 2 train.py --resume stopped/last.pt" in out
     status, out, err = run_program("--resume", "stopped/last.pt", cwd=folder, ranks=2)
     assert status == 0, err
     expected = end_of("straight")
@@ -265,6 +266,29 @@ def test_other_data_is_an_error(folder, capfd):
     assert "'MNIST'" in line and "'sample'" in line and "55" in line and "3667" in line
 
 
+@pytest.mark.parametrize("kind", ["images", "labels"])
+def test_other_pictures_of_the_same_number_are_an_error(kind, folder, capfd):
+    straight("--epochs", "1")
+    file = next((folder / "data/MNIST/raw").glob(f"train-{kind}*"))
+    content = bytearray(file.read_bytes())
+    content[-1] = (content[-1] + 1) % 10
+    file.write_bytes(content)
+    line = fails(capfd, "--resume", "straight/last.pt", "--epochs", "2")
+    assert "pictures or labels of MNIST are not those" in line
+
+
+def test_all_hyperparameters_given_at_a_resume_reach_the_optimizer(folder, capfd):
+    straight()
+    args = ["--resume", "straight/last.pt", "--epochs", "4", "--lr", "0.002", "--weight-decay", "0.3"]
+    train.main(args)
+    out = capfd.readouterr().out
+    groups = utils.load_checkpoint("straight/last.pt")["optimizer"]["param_groups"]
+    assert [(group["peak_lr"], group["weight_decay"]) for group in groups] == [(0.002, 0.3), (0.002, 0.0)]
+    assert groups[0]["lr"] == 0.002 * utils.lr_at(15, 16, 0.1)
+    line = next(line for line in out.splitlines() if line.startswith("--epochs: 3 "))
+    assert "the learning rate jumps from 2.0e-05 to" in line  # a cosine that had ended rises again
+
+
 def test_weights_alone_cannot_be_resumed_but_can_begin(folder, capfd):
     straight("--epochs", "1")
     utils.save_checkpoint("weights.pt", {"model": utils.load_checkpoint("straight/last.pt")["model"]})
@@ -323,13 +347,18 @@ def test_load_matching_takes_what_fits_and_reports():
     assert [line.split(" ")[0] for line in left] == ["fc2.weight", "fc2.bias", "extra"]
     assert "(10, 32)" in left[0] and "(5, 32)" in left[0] and "none" in left[2]
     assert torch.equal(large.fc1.weight, small.fc1.weight)
-    _, left = utils.load_matching(large, {"fc2.bias": torch.zeros(5)})
+    _, left = utils.load_matching(large, {"fc2.bias": torch.zeros(5)}, force=True)
     assert len(left) == 7 and all("only here" in line for line in left)
 
 
 def test_init_that_fits_nowhere_is_an_error(folder, capfd):
     utils.save_checkpoint("other.pt", {"model": {"layer.weight": torch.zeros(3)}})
-    assert "none of the weights fit" in fails(capfd, "--init", "other.pt", "--data-dir", "data")
+    assert "only 0 of 421,642 parameters" in fails(capfd, "--init", "other.pt", "--data-dir", "data")
+    straight("--epochs", "1")
+    narrow = ["--init", "straight/best.pt", "--data-dir", "data", "--width", "9", "--dry-run"]
+    assert "--width" in fails(capfd, *narrow)  # the last bias fits, and nothing else
+    train.main([*narrow, "--force"])
+    assert "took fc2.bias; left" in capfd.readouterr().out
 
 
 def test_evaluate_gives_the_best_logged_value_and_the_confusion(folder, capfd):
@@ -347,7 +376,21 @@ def test_evaluate_gives_the_best_logged_value_and_the_confusion(folder, capfd):
     assert torch.equal(counts.sum(1), labels.bincount(minlength=10))  # a row is a true class
     assert counts.diag().sum().item() == round(20 * facts["test_accuracy"])
     train.main(["--evaluate", "straight/best.pt", "--dataset", "sample"])
-    assert "(sample, 1,000 digits)" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "(sample, 1,000 digits)" in out and "trained on MNIST, evaluated on sample" in out
+
+
+def test_evaluate_and_export_read_no_training_images(folder, capfd):
+    straight("--epochs", "1")
+    expected = utils.load_checkpoint("straight/last.pt")["test"]["loss"]
+    for file in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"):
+        (folder / "data/MNIST/raw" / file).write_bytes(b"not to be read")
+    train.main(["--evaluate", "straight/best.pt"])
+    assert f"loss {expected:.4f}" in capfd.readouterr().out
+    for path in (folder / "data/MNIST/raw").iterdir():
+        path.write_bytes(b"")
+    train.main(["--export", "straight/best.pt"])
+    assert "best.int8.pt" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("damage", ["cut", "absent"])

@@ -15,6 +15,7 @@ import utils
 from helpers import NORM
 
 CPU = torch.device("cpu")
+ABOUT = {"classes": list("0123456789"), "shape": [1, 28, 28]}
 
 
 class TwoClasses(nn.Module):
@@ -52,12 +53,12 @@ def loader_of(dataset, batch_size):
 
 
 def arguments(**changes):
-    settings = dict(accum=1, lr=1.0, warmup=0.0, schedule="constant", label_smoothing=0.0, clip=0.0, amp="off")
+    settings = dict(accum=1, warmup=0.0, schedule="constant", label_smoothing=0.0, clip=0.0, amp="off")
     return SimpleNamespace(**{**settings, **changes})
 
 
 def state_of(total_steps=1):
-    return utils.new_state(total_steps)
+    return train.new_state(total_steps)
 
 
 def off():
@@ -74,10 +75,9 @@ class RecordingSGD(torch.optim.SGD):
 
 def run(model, dataset, batch_size, scaler=None, state=None, show=print, **changes):
     """One epoch of SGD; returns (metrics, state, optimizer)."""
-    optimizer, state = RecordingSGD(model.parameters(), lr=1.0), state or state_of()
+    optimizer, state = RecordingSGD(model.parameters(), lr=changes.pop("lr", 1.0)), state or state_of()
     loader = loader_of(dataset, batch_size)
     metrics = train.train_one_epoch(model, loader, optimizer, scaler or off(), state, arguments(**changes), CPU, show)
-    state |= {"batch": 0, "sums": None}
     return metrics, state, optimizer
 
 
@@ -107,11 +107,10 @@ def test_windows_equal_big_batches(accum):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
         state, optimizer = state_of(6), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for state["epoch"] in (0, 1):
+        for epoch in (0, 1):
             loader = loader_of(Rows(x, labels, 10), batch_size)
-            args = arguments(accum=accumulated, lr=0.1, clip=1.0, label_smoothing=0.1)
+            args = arguments(accum=accumulated, clip=1.0, label_smoothing=0.1)
             train.train_one_epoch(model, loader, optimizer, off(), state, args, CPU)
-            state |= {"batch": 0, "sums": None}
         assert state["step"] == 6
         weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     print("largest difference", (weights[0] - weights[1]).abs().max().item())
@@ -149,11 +148,23 @@ def test_metrics_are_sums_over_samples():
 
 def test_schedule_counts_steps_of_the_optimizer():
     model, state, lrs = TwoClasses(1), state_of(9), []
-    for state["epoch"] in range(3):  # 3 epochs of 10 batches, accumulation 4: 3 steps an epoch
+    for epoch in range(3):  # 3 epochs of 10 batches, accumulation 4: 3 steps an epoch
         lrs += run(model, Rows(torch.rand(10, 1)), 1, state=state, accum=4, warmup=0.25, schedule="cosine")[2].lrs
     peak = lrs.index(max(lrs))
     assert len(lrs) == 9 and lrs[-1] == min(lrs) and lrs[peak:] == sorted(lrs[peak:], reverse=True)
-    assert lrs == [utils.lr_at(step, 9, 1.0, 0.25 * 9) for step in range(9)]
+    assert lrs == [utils.lr_at(step, 9, 0.25) for step in range(9)] and lrs.count(1.0) == 1
+
+
+def test_schedule_scales_the_own_rate_of_each_group():
+    layers = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    optimizer = torch.optim.SGD([
+        {"params": layers[0].parameters(), "lr": 1e-4}, {"params": layers[1].parameters(), "lr": 1e-2},
+    ])
+    for step in range(10):
+        utils.set_lr(optimizer, utils.lr_at(step, 10, 0.3))
+        low, high = (group["lr"] for group in optimizer.param_groups)
+        assert high / low == pytest.approx(100)
+    assert high == 1e-4  # a hundredth of its peak
 
 
 def test_skipped_step_changes_nothing_and_does_not_advance_the_schedule():
@@ -175,7 +186,7 @@ def test_loss_that_is_not_finite_stops_with_epoch_and_step(bad, amp):
     x[3, 0, 5, 5] = bad  # the second batch of two
     state = {**state_of(3), "epoch": 4}
     scaler = torch.amp.GradScaler("cpu", enabled=amp == "fp16")
-    with pytest.raises(FloatingPointError, match="epoch 5, step 2: "):
+    with pytest.raises(utils.UserError, match="epoch 5, step 2: "):
         run(train.networks.SimpleCNN(2), Rows(x, classes=10), 2, scaler, state, amp=amp, lr=0.01)
 
 
@@ -184,8 +195,102 @@ def test_gradient_that_is_not_finite_stops_in_the_last_step_too():
         def forward(self, x):  # sqrt at 0: a finite loss with an infinite gradient
             return torch.stack([torch.zeros(len(x)), (self.w.sum() * x[:, 0]).sqrt()], dim=1)
 
-    with pytest.raises(FloatingPointError, match="epoch 1, step 1: .*inf"):
+    with pytest.raises(utils.UserError, match="epoch 1, step 1: .*inf"):
         run(Cliff(1), Rows([[1.0]]), 1)
+
+
+def test_nothing_to_train_on_or_to_evaluate_is_an_error():
+    empty = torch.utils.data.TensorDataset(torch.zeros(0, 1), torch.zeros(0, dtype=torch.int64))
+    loader = torch.utils.data.DataLoader(empty, 4)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    with pytest.raises(utils.UserError, match="nothing to train on"):
+        train.train_one_epoch(TwoClasses(1), loader, optimizer, off(), {}, arguments(), CPU)
+    with pytest.raises(utils.UserError, match="nothing to evaluate"):
+        train.evaluate(TwoClasses(1), loader, CPU)
+
+
+def test_a_loader_that_ends_early_is_an_error():
+    class Short(torch.utils.data.IterableDataset):
+        def __len__(self):
+            return 3
+
+        def __iter__(self):
+            yield torch.ones(2, 1), torch.zeros(2, dtype=torch.int64)
+
+    model = TwoClasses(1)
+    loader = torch.utils.data.DataLoader(Short(), batch_size=None)
+    with pytest.raises(utils.UserError, match="epoch 1: a window without a sample"):
+        train.train_one_epoch(model, loader, torch.optim.SGD(model.parameters()), off(), {}, arguments(), CPU)
+
+
+@pytest.mark.parametrize("growing, words", [(False, "no finite gradient in 20 tries"), (True, "scale 0.5")])
+def test_gradients_that_are_never_finite_in_fp16_stop_the_run(growing, words):
+    """An infinite gradient at every step: skipped without end, until the scale is 0 and the steps count as taken."""
+
+    class Cliff(TwoClasses):
+        def forward(self, x):
+            return torch.stack([torch.zeros(len(x)), (self.w.sum() * x[:, 0]).sqrt()], dim=1)
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0 if growing else 2.0**30)
+    state = state_of(100)
+    with pytest.raises(utils.UserError, match=words):
+        run(Cliff(1), Rows(torch.ones(40, 1)), 1, scaler, state)
+    assert state["step"] == 0
+
+
+# ----------------------------------------------------------------------------- data sets, loaders and losses of others
+
+
+@pytest.mark.parametrize("form", [tuple, dict])
+def test_plain_loader_and_a_state_of_the_callers_own_over_epochs(form):
+    """What somebody copies: DataLoader(TensorDataset(...), shuffle=True), nothing to keep books of between epochs."""
+    torch.manual_seed(0)
+    x = torch.randn(50, 3)
+    dataset = torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
+
+    def as_dict(samples):
+        inputs, targets = torch.utils.data.default_collate(samples)
+        return {"features": inputs, "targets": targets}
+
+    class Linear(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs["features"] if form is dict else inputs)
+
+    loader = torch.utils.data.DataLoader(dataset, 8, shuffle=True, collate_fn=as_dict if form is dict else None)
+    model = Linear(3, 2)
+    optimizer, state = torch.optim.SGD(model.parameters(), lr=0.5), {"mine": "stays"}
+    rows = [train.train_one_epoch(model, loader, optimizer, off(), state, arguments(), CPU) for _ in range(5)]
+    print([round(row["train_loss"], 3) for row in rows])
+    assert state["step"] == 35 and state["epoch"] == 5 and state["mine"] == "stays"
+    assert rows[4]["train_loss"] < rows[1]["train_loss"] < rows[0]["train_loss"]
+    assert train.evaluate(model, loader, CPU)["accuracy"] > 0.9
+
+
+def test_another_loss_and_metric_with_float_targets(monkeypatch):
+    def regression(outputs, targets, label_smoothing=0.0):
+        difference = outputs.float() - targets
+        return difference.square().sum(), len(targets), {"mae": difference.detach().abs().sum()}
+
+    monkeypatch.setattr(train, "loss_and_metrics", regression)
+    x = torch.arange(6.0)[:, None]
+    dataset = torch.utils.data.TensorDataset(x, torch.cat([2 * x, 3 * x], dim=1))  # (B, 2) floats
+    model = nn.Linear(1, 2)
+    loader = torch.utils.data.DataLoader(dataset, 4)
+    state, optimizer = {}, torch.optim.SGD(model.parameters(), lr=0.01)
+    rows = [train.train_one_epoch(model, loader, optimizer, off(), state, arguments(), CPU) for _ in range(200)]
+    result = train.evaluate(model, loader, CPU)
+    print(result)
+    assert rows[-1]["train_mae"] < 0.1 * rows[0]["train_mae"] and result["mae"] < 0.5 and result["samples"] == 6
+
+
+def test_a_window_does_not_hold_the_shared_memory_of_workers():
+    """Each shared tensor is an open file, and a window of some hundred batches would run out of them."""
+    dataset = torch.utils.data.TensorDataset(torch.rand(12, 3), torch.zeros(12, dtype=torch.int64))
+    batches = iter(torch.utils.data.DataLoader(dataset, 2, num_workers=1))
+    assert next(batches)[0].is_shared()
+    window = train.draw_window(batches, 5, padding=1)
+    assert not any(inputs.is_shared() or targets.is_shared() for inputs, targets, _ in window)
+    assert [real for _, _, real in window] == [2, 2, 2, 2, 1]
 
 
 # ------------------------------------------------------------------------------------------------------------- speed
@@ -202,7 +307,7 @@ def test_loop_does_not_wait_for_the_device(monkeypatch):
         run(TwoClasses(1), Rows(torch.rand(batches, 1)), 1, state=state_of(batches))
         counts.append(len(waits))
     print("reads from the device in epochs of 2 and of 20 steps:", counts)
-    assert counts[1] - counts[0] == 18  # one a batch: the number of its labels, in memory as the loader has brought them
+    assert counts[1] == counts[0]  # all of them are at the end of the epoch
 
 
 def test_progress_line(monkeypatch):
@@ -210,9 +315,9 @@ def test_progress_line(monkeypatch):
     monkeypatch.setattr(train.time, "perf_counter", lambda: next(clock))
     lines = []
     run(TwoClasses(1), Rows(torch.rand(4, 1)), 1, state=state_of(8), show=lines.append, lr=0.5)
-    assert len(lines) == 4 and all(word in lines[0] for word in ("step 1/4", "loss", "acc", "lr 5.0e-01", "images/s", "data"))
+    assert len(lines) == 4 and all(word in lines[0] for word in ("step 1/4", "loss", "acc", "lr 5.0e-01", "images/s"))
     print(*lines, sep="\n")
-    assert lines[-1].endswith("left") and "step 4/4" in lines[-1]
+    assert lines[0].startswith("step 1/4 ") and " left " in lines[0] and "step 4/4 1:12 left" in lines[-1]
 
 
 # --------------------------------------------------------------------------------------------------------- evaluation
@@ -231,8 +336,8 @@ def loader_of_digits(digits, batch_size, sampler=None):
 def test_evaluation_is_the_same_for_all_batch_sizes(digits):
     torch.manual_seed(0)
     model = train.networks.SimpleCNN(8)
-    results = [train.evaluate(model, loader_of_digits(digits, size), CPU) for size in (1, 7, 256, 300)]
-    results.append(train.evaluate(model, loader_of_digits(digits, 7, torch.randperm(300).tolist()), CPU))  # shuffled
+    results = [train.evaluate(model, loader_of_digits(digits, size), CPU, classes=10) for size in (1, 7, 256, 300)]
+    results.append(train.evaluate(model, loader_of_digits(digits, 7, torch.randperm(300).tolist()), CPU, classes=10))  # shuffled
     model.eval()
     with torch.no_grad():
         logits = model(data.normalize(digits.images / 255, **NORM))
@@ -261,7 +366,7 @@ def test_evaluation_leaves_the_model_as_it_was(training, digits):
 
 def test_decay_is_for_weights_only():
     args = train.parse_args(["--weight-decay", "0.3"])
-    model = train.build_model(args, range(10))
+    model = train.build_model(args, ABOUT)
     optimizer = utils.build_optimizer(model, args)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {name: decay[id(p)] for name, p in model.named_parameters()} == {
@@ -283,12 +388,11 @@ def test_overfits_a_tiny_batch(device):
     args = train.parse_args(["--lr", "5e-3", "--label-smoothing", "0", "--dropout", "0", "--warmup", "0"])
     args.amp = utils.pick_amp(None, device)  # with mixed precision on a GPU
     utils.set_seed(0)
-    model = train.build_model(args, classes).to(device, memory_format=torch.channels_last)
+    model = train.build_model(args, ABOUT).to(device, memory_format=torch.channels_last)
     optimizer, loader = utils.build_optimizer(model, args), loader_of_digits(tiny, 16, data.EpochSampler(16))
     state = state_of(40)
-    for state["epoch"] in range(40):
+    for epoch in range(40):
         train.train_one_epoch(model, loader, optimizer, off(), state, args, device)
-        state |= {"batch": 0, "sums": None}
     result = train.evaluate(model, loader, device, args.amp)
     print(f"16 digits after 40 steps: loss {result['loss']:.5f}, accuracy {result['accuracy']}")
     assert result["loss"] < 0.01 and result["accuracy"] == 1.0

@@ -1,7 +1,8 @@
 """utils.py: schedules against torch's, files against crashes."""
 
 import argparse
-import math
+import collections
+import pathlib
 import random
 import warnings
 
@@ -78,21 +79,34 @@ def test_cosine_equals_torchs_schedulers():
             expected.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             schedule.step()
-    assert [utils.lr_at(step, total, peak, warmup) for step in range(total)] == pytest.approx(expected, rel=1e-6)
+    ours = [peak * utils.lr_at(step, total, warmup / total) for step in range(total)]
+    assert ours == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("warmup, total", [(0, 10), (10, 10), (12, 10), (0, 1), (1, 1), (0.05, 1), (2.5, 9)])
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
-def test_lr_is_finite_and_within_bounds(warmup, total, schedule):
-    for step in range(total + 5):  # also past the end
-        assert 0 < utils.lr_at(step, total, 0.1, warmup, schedule) <= 0.1
+SCHEDULES = pytest.mark.parametrize("schedule", ["cosine", "step", "one-cycle", "plateau", "constant"])
+
+
+@SCHEDULES
+@pytest.mark.parametrize("warmup", [0, 0.1, 0.15, 0.5, 1])
+@pytest.mark.parametrize("total", [1, 2, 3, 10, 58, 4290])
+def test_lr_is_within_bounds_and_has_its_peak(total, warmup, schedule):
+    factors = [utils.lr_at(step, total, warmup, schedule) for step in range(total + 5)]  # also past the end
+    assert all(0 < factor <= 1 for factor in factors) and max(factors[:total]) == 1.0
+    if schedule in ("cosine", "one-cycle"):
+        assert factors[:total].count(1.0) == 1  # the rate that was announced, in one step
+    assert factors[total:] == [factors[total - 1]] * 5
 
 
 def test_lr_rises_once_then_falls_to_its_minimum():
-    lrs = [utils.lr_at(step, 900, 1.0, 135) for step in range(900)]
-    peak = lrs.index(max(lrs))
-    assert lrs[:peak] == sorted(lrs[:peak]) and lrs[peak:] == sorted(lrs[peak:], reverse=True)
-    assert lrs[-1] == min(lrs) == pytest.approx(0.01) and max(lrs) == 1.0
+    factors = [utils.lr_at(step, 900, 0.15) for step in range(900)]
+    peak = factors.index(1.0)
+    assert peak == 135 and factors[:peak] == sorted(factors[:peak])
+    assert factors[peak:] == sorted(factors[peak:], reverse=True)
+    assert factors[-1] == min(factors) == pytest.approx(0.01)
+
+
+def test_without_a_known_end_the_rate_stays_at_its_peak():
+    assert {utils.lr_at(step, schedule="cosine", warmup=0.1) for step in (0, 1, 1000)} == {1.0}
 
 
 # ------------------------------------------------------------------------------------------------------- a run on disk
@@ -136,6 +150,105 @@ def test_csv_and_json(tmp_path):
     assert (tmp_path / "a.csv").read_text().splitlines() == ["epoch,val", "1,", "2,0.5"]
     utils.write_json(tmp_path / "a.json", {"versions": utils.versions()})
     assert str(torch.__version__) in (tmp_path / "a.json").read_text()
+
+
+def test_table_has_the_columns_of_all_rows(tmp_path):
+    utils.write_csv(tmp_path / "a.csv", [{"epoch": 1}, {"epoch": 2, "f1": 0.5}])  # a column that a new version adds
+    assert (tmp_path / "a.csv").read_text().splitlines() == ["epoch,f1", "1,", "2,0.5"]
+
+
+def test_a_package_without_metadata_is_no_error(monkeypatch):
+    def missing(name):
+        raise utils.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(utils.metadata, "version", missing)
+    assert utils.versions()["torchvision"] is None
+
+
+def unreadable():
+    import numpy
+
+    return {
+        "numpy.float64": numpy.float64(0.5), "numpy.ndarray": numpy.zeros(2), "pathlib": pathlib.Path("a"),
+        "defaultdict": collections.defaultdict(int), "Version": torch.__version__, "function": print,
+    }
+
+
+@pytest.mark.parametrize("kind", ["numpy.float64", "numpy.ndarray", "pathlib", "defaultdict", "Version", "function"])
+def test_what_could_not_be_read_is_not_written(kind, tmp_path):
+    path = tmp_path / "a.pt"
+    with pytest.raises(TypeError, match=r"checkpoint\['metrics'\]\[1\]\['f1'\] is a .*" + kind):
+        utils.save_checkpoint(path, {"model": {}, "metrics": [{"f1": 0.5}, {"f1": unreadable()[kind]}]})
+    assert not path.exists()
+
+
+# --------------------------------------------------------------------------------------------- snapshot and restore
+
+
+def a_run(optimizer_class=torch.optim.AdamW, seed=0):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    return model, optimizer_class(model.parameters(), lr=0.01)
+
+
+def steps(model, optimizer, count):
+    losses = []
+    for _ in range(count):
+        loss = model(torch.randn(5, 3)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("through_a_file", [False, True])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_restore_takes_any_run_back_to_its_snapshot(optimizer_class, through_a_file, tmp_path):
+    """In a plain loop, with a state that this file knows nothing of, an optimizer of any class, and no scaler."""
+    model, optimizer = a_run(optimizer_class)
+    steps(model, optimizer, 3)
+    state = {"mine": [1, 2], "average": {"weight": torch.ones(2)}, "note": None}
+    taken = utils.snapshot(model, optimizer, state=state)
+    if through_a_file:
+        utils.save_checkpoint(tmp_path / "a.pt", taken)
+        taken = utils.load_checkpoint(tmp_path / "a.pt")
+    expected = steps(model, optimizer, 4)  # the snapshot must not go along
+    state["mine"].append(3)
+    state["average"]["weight"] += 1
+    other_model, other_optimizer = a_run(optimizer_class, seed=1)
+    other_state = {}
+    utils.restore(taken, other_model, other_optimizer, state=other_state)
+    assert other_state["mine"] == [1, 2] and other_state["average"]["weight"].tolist() == [1, 1]
+    assert steps(other_model, other_optimizer, 4) == expected
+
+
+def test_another_class_of_optimizer_is_refused_by_name():
+    model, optimizer = a_run(torch.optim.SGD)
+    taken = utils.snapshot(model, optimizer)
+    with pytest.raises(utils.UserError, match="SGD, here it is AdamW"):
+        utils.restore(taken, *a_run(torch.optim.AdamW))
+
+
+def test_keys_of_wrapped_models_are_read_by_bare_ones_and_the_reverse():
+    bare, other = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.nn.Sequential(torch.nn.Linear(2, 2))
+    for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."):
+        weights = {prefix + key: torch.full_like(value, 3.0) for key, value in bare.state_dict().items()}
+        utils.load_weights(bare, weights)
+        utils.load_matching(other, weights, log=lambda line: None)
+        assert all((value == 3).all() for model in (bare, other) for value in model.state_dict().values())
+        bare[0].reset_parameters(), other[0].reset_parameters()
+    partly = torch.nn.Sequential(torch.compile(torch.nn.Linear(2, 2)))  # its keys are 0._orig_mod.weight, ...
+    utils.load_weights(partly, bare.state_dict())
+    assert torch.equal(partly[0]._orig_mod.weight, bare[0].weight)
+
+
+def test_weights_that_hardly_fit_are_an_error_unless_forced():
+    small, large = torch.nn.Linear(4, 3), torch.nn.Linear(5, 3)  # the bias alone fits: 3 of 18
+    with pytest.raises(utils.UserError, match="only 3 of 18 parameters .*--width.*--force"):
+        utils.load_matching(large, small.state_dict(), log=lambda line: None)
+    assert utils.load_matching(large, small.state_dict(), log=lambda line: None, force=True)[0] == ["bias"]
+    assert torch.equal(large.bias, small.bias)
 
 
 def test_plain_weights_however_wrapped():
@@ -207,7 +320,7 @@ def test_pickle_with_a_program_is_refused_unrun(tmp_path, capsys):
 def test_one_process_needs_no_group():
     assert utils.init_distributed(torch.device("cpu")) == (0, 1, torch.device("cpu"))
     assert utils.sum_over_ranks(torch.tensor(3)).item() == 3 and utils.gather_over_ranks("x") == ["x"]
-    assert utils.once_per_machine(lambda: "y") == "y" and math.isfinite(utils.lr_at(0, 1, 1.0))
+    assert utils.once_per_machine(lambda: "y") == "y" and utils.broadcast_from_rank_0("z") == "z"
 
 
 @pytest.mark.parametrize("odd", [{"model": torch.ones(1)}, {"model": {"a": 3}}, {"model": {}, "args": []}, {"weights": {}}, [1, 2]])
