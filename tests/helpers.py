@@ -107,9 +107,14 @@ def play(script, args, cwd, before, environment, output, errors, start_method):
     if "RANK" in environment:
         torch.set_num_threads(1)  # what torchrun asks for
     sys.argv = [str(script), *args]
-    exec(before, {"__name__": "before"})
-    if script:
-        runpy.run_path(str(script), run_name="__main__")
+    try:
+        exec(before, {"__name__": "before"})
+        if script:
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        look = {}
+        exec(LAST_LOOK, look)
+        look["last_look"]()
 
 
 def start(*args, cwd, script=ROOT / "train.py", before="", environment=(), output=None):
@@ -160,6 +165,7 @@ def run_program(*args, cwd, ranks=0, before="", script=ROOT / "train.py"):
         for rank in range(ranks)
     ]
     statuses, outs, errs = zip(*map(finish, processes))
+    assert "gloo outlives its group" not in "".join(errs)
     return next(filter(None, statuses), 0), "".join(outs), "".join(errs)
 
 

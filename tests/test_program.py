@@ -296,7 +296,7 @@ def test_no_download_falls_back_and_says_so(status, tmp_path, monkeypatch, capfd
 
 
 def test_sample_learns_and_a_file_gets_plain_lines(tmp_path, capfd):
-    train.main(["--dataset", "sample", "--epochs", "2", "--out", str(tmp_path / "run")])
+    train.main(["--dataset", "sample", "--epochs", "2", "--width", "16", "--out", str(tmp_path / "run")])
     out, err = capfd.readouterr()
     print(out)
     facts = json.loads((tmp_path / "run/run.json").read_text())
