@@ -258,6 +258,7 @@ def test_import_prints_and_starts_nothing(tmp_path):
 
 IMPORTS_TAKE_THEIR_TIME = """
 import os, runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background, without Ctrl-C
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
