@@ -376,8 +376,8 @@ def train_one_epoch(
     UserError, with epoch and step, if loss or gradient is not finite, if fp16 never finds a scale,
     or if there is nothing to train on.
     Needs: backward_window, begin_epoch, draw_window, means, new_state, on_device, optimizer_step,
-    progress_line, record; UserError,
-    gather_over_ranks, lr_at and sum_over_ranks of utils; math, sys, time, torch.
+    progress_line, record; UserError, gather_over_ranks, lr_at and sum_over_ranks of utils; math,
+    sys, time, torch.
     """
     for key, value in new_state().items():
         state.setdefault(key, value)
@@ -425,9 +425,8 @@ def train_one_epoch(
         if after_step:
             after_step()
 
-    means(
-        state["this_rank"], epoch
-    )  # before ranks are summed: the step that it names is this rank's
+    # Before the sums of the ranks are added up: the step that an error names is this rank's.
+    means(state["this_rank"], epoch)
     seconds = time.perf_counter() - started  # since the resume, if there was one in this epoch
     totals = {
         name: utils.sum_over_ranks(value.clone()) for name, value in state["this_rank"].items()
@@ -525,9 +524,8 @@ def evaluate(model, loader, device, amp="off", classes=0):
         inputs, targets = utils.to_device(split_batch(batch), device)
         with utils.autocast(device, amp):
             outputs = model(inputs)
-        loss, count, metrics = loss_and_metrics(
-            outputs, targets
-        )  # no label smoothing: that is a means of training
+        # Without label smoothing, which is a means of training.
+        loss, count, metrics = loss_and_metrics(outputs, targets)
         for name, value in {"loss": loss, **metrics}.items():
             sums[name] = sums.get(name, 0) + value
         samples += count
@@ -677,9 +675,8 @@ def parse_args(argv=None, stored=None):
     parser = build_parser()
     parser.error = lambda message: parser.exit(2, f"train.py: error: {message} (see --help)\n")
     names = vars(parser.parse_args([])).keys()
-    blank = argparse.Namespace(
-        **dict.fromkeys(names)
-    )  # argparse sets a default only where there is no value yet
+    # argparse sets a default only where there is no value yet: what is not None here was given.
+    blank = argparse.Namespace(**dict.fromkeys(names))
     given = [
         name for name, value in vars(parser.parse_args(argv, blank)).items() if value is not None
     ]
@@ -751,11 +748,9 @@ def load_training_data(args, rank, world_size, log):
     if args.stream:
         # Held out evenly from the whole file: a list of what is left would grow with it.
         held_out = torch.linspace(0, N - 1, min(args.val_size, N // 12), dtype=torch.float64).long()
-        root = (
-            data.SAMPLE / "MNIST"
-            if about["name"] == "sample"
-            else Path(args.data_dir) / about["name"]
-        )
+        root = Path(args.data_dir) / about["name"]
+        if about["name"] == "sample":
+            root = data.SAMPLE / "MNIST"
         files = [root / "raw/train-images-idx3-ubyte", root / "raw/train-labels-idx1-ubyte"]
         train_set = data.DigitStream(
             files, N, args.batch_size, held_out, args.augment, args.seed, world_size, rank
@@ -803,9 +798,8 @@ def load_teacher(args, about):
     teacher_args = parse_args([], checkpoint.get("args"))
     teacher = build_model(teacher_args, about)
     utils.load_weights(teacher, networks.unpack_weights(checkpoint["model"]), args.teacher)
-    return teacher.requires_grad_(False).eval(), NETWORKS[teacher_args.model]["collate"](
-        teacher_args, about
-    )
+    collate = NETWORKS[teacher_args.model]["collate"](teacher_args, about)
+    return teacher.requires_grad_(False).eval(), collate
 
 
 def collate_for_both(batch, collate, teacher_collate):
@@ -903,11 +897,13 @@ def resume_run(
     state["batch"] = math.ceil(state["batch"] * batch_before / batch_now)
     state["step"] = round(state["step"] * batch_before * old["accum"] / (batch_now * args.accum))
     state["total_steps"] = total
-    if state["this_rank"] is None and checkpoint["this_rank"][0] is not None and rank == 0:
-        ranks = checkpoint[
-            "this_rank"
-        ]  # there were more or fewer processes: rank 0 takes over what was summed
-        state["this_rank"] = {name: sum(each[name] for each in ranks) for name in ranks[0]}
+    ranks = checkpoint["this_rank"]
+    if state["this_rank"] is None and ranks[0] is not None:
+        # There were more or fewer processes. Rank 0 takes over what was summed, the others nothing.
+        totals = {name: sum(each[name] for each in ranks) for name in ranks[0]}
+        if rank > 0:
+            totals = {name: torch.zeros_like(value) for name, value in totals.items()}
+        state["this_rank"] = totals
 
 
 def choose_folder(args, about, best, rank):

@@ -73,9 +73,8 @@ def show(line, over=False):
         return
     width = shutil.get_terminal_size().columns - 1
     if over:
-        print(
-            "\r" + line[:width].ljust(width), end="", flush=True
-        )  # a longer line would wrap, and stay
+        line = line[:width].ljust(width)  # a longer line would wrap, and stay
+        print("\r" + line, end="", flush=True)
     else:
         print("\r" + line.ljust(width), flush=True)
 
@@ -166,9 +165,8 @@ def set_seed(seed, deterministic=False):
     # the next run.
     torch.backends.cudnn.benchmark = not deterministic
     if deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS refuses to be deterministic without
+        # cuBLAS refuses to be deterministic without a workspace of fixed size.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def rng_state(device):
@@ -260,17 +258,15 @@ def lr_at(step, total=math.inf, warmup=0.0, schedule="cosine", drops=0):
     lowest, last = 1 / 100, 1 / 100
     if schedule == "one-cycle":
         lowest, last = 1 / 25, 1 / 250_000
-    rising = (
-        0 if total == math.inf else min(round(warmup * total), total - 1)
-    )  # the peak needs a step of its own
+    rising = 0
+    if total != math.inf:
+        rising = min(round(warmup * total), total - 1)  # the peak needs a step of its own
     if step < rising:
         part = step / rising
         if schedule == "one-cycle":
             part = (1 - math.cos(math.pi * part)) / 2
         return lowest + (1 - lowest) * part
-    part = min(
-        1.0, (step - rising) / max(1, total - 1 - rising)
-    )  # 0 at the peak, 1 in the last step
+    part = (step - rising) / max(1, total - 1 - rising)  # 0 at the peak, 1 in the last step
     if schedule == "constant":
         return 1.0
     if schedule == "step":
@@ -287,9 +283,8 @@ def set_lr(optimizer, factor):
     So a group of 1e-4 beside one of 1e-2 keeps its distance. Needs: nothing.
     """
     for group in optimizer.param_groups:
-        group.setdefault(
-            "peak_lr", group["lr"]
-        )  # the first time; it lies in the optimizer's state_dict from then on
+        # The first time it is noted; from then on it lies in the optimizer's state_dict.
+        group.setdefault("peak_lr", group["lr"])
         group["lr"] = factor * group["peak_lr"]
 
 
@@ -557,13 +552,11 @@ def save_checkpoint(path, checkpoint):
 
     Needs: check_plain, copied, versions, write_atomically, io, torch.
     """
-    checkpoint = copied(
-        {**checkpoint, "versions": versions()}
-    )  # on the CPU: a machine without this GPU reads it, too
+    # Copied to the CPU, so that a machine without this GPU can read it.
+    checkpoint = copied({**checkpoint, "versions": versions()})
     check_plain(checkpoint)
-    content = (
-        io.BytesIO()
-    )  # by way of memory: on a full disk torch.save raises a RuntimeError about its archive
+    # By way of memory: on a full disk torch.save would raise a RuntimeError about its archive.
+    content = io.BytesIO()
     torch.save(checkpoint, content)
     write_atomically(path, lambda file: file.write(content.getbuffer()))
 
@@ -622,9 +615,8 @@ def init_distributed(device):
     """
     if "RANK" not in os.environ:
         return 0, 1, device
-    importlib.import_module(
-        "torch.distributed.nn"
-    )  # before there is a group: leave_distributed says why
+    # Before there is a group: leave_distributed says why.
+    importlib.import_module("torch.distributed.nn")
     # Two backends: NCCL for tensors on the GPU, and gloo for the small agreements between CPUs,
     # which stall no GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")

@@ -189,6 +189,27 @@ def test_two_processes_stop_together_and_resume(folder):
     assert_same(expected, end_of("stopped"))
 
 
+@pytest.mark.parametrize("at", [2, 3])  # in mid-epoch, and in its last step
+def test_one_process_goes_on_as_two_and_then_as_one(at, folder, monkeypatch):
+    """What was summed up before the stop is counted once, whoever goes on."""
+
+    def stop(step, *args, real=utils.lr_at):
+        if step == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(step, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(utils, "lr_at", stop)
+        train.main([*FLAGS, "--out", "run"])
+    status, out, err = run_program("--resume", "run/last.pt", "--batch-size", "4", "--epochs", "2", cwd=folder, ranks=2)
+    assert status == 0 and "1 processes in the checkpoint, 2 here" in out, err
+    rows = utils.load_checkpoint("run/last.pt")["metrics"]
+    right = [55 * row["train_accuracy"] for row in rows]  # of all 55 samples, each once
+    assert right == pytest.approx([round(each) for each in right]) and len(rows) == 2
+    train.main(["--resume", "run/last.pt", "--epochs", "3"])
+    assert utils.load_checkpoint("run/last.pt")["epoch"] == 3
+
+
 def test_finished_run_has_nothing_to_do_and_more_epochs_go_on(folder, capfd):
     straight()
     before = os.stat("straight/last.pt").st_mtime_ns
