@@ -104,6 +104,7 @@ def play(script, args, cwd, before, environment, output, errors, start_method):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     for kind in (FutureWarning, UserWarning):  # torch's warnings about our code are errors here, too
         warnings.simplefilter("error", kind)
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores, as in pytest.ini
     if "RANK" in environment:
         torch.set_num_threads(1)  # what torchrun asks for
     sys.argv = [str(script), *args]

@@ -218,7 +218,6 @@ def numbers(batch):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("workers", [0, 1, 2, 3, 12])
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than CPUs, on purpose
 def test_stream_gives_every_item_once(workers, ranks, tmp_path):
     files, found, lengths = numbered(tmp_path, 10), [], []
     for rank in range(ranks):
