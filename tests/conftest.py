@@ -11,7 +11,7 @@ def pytest_collection_finish(session):
     """Starts the server of processes beside the first tests: it imports torch, which takes seconds."""
     from multiprocessing import get_all_start_methods
 
-    import helpers  # says what the server imports
+    import helpers  # noqa: F401: says what the server imports
 
     if session.items and "forkserver" in get_all_start_methods():
         from multiprocessing import forkserver

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import runpy
 import struct
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -185,16 +184,19 @@ atexit.register(last_look)
 
 
 def torchrun(*args, cwd, ranks, before=""):
-    """Runs train.py under a real torchrun. Returns (status, standard output, standard error)."""
+    """Runs train.py under a real torchrun, whose ranks are new interpreters. Returns (status, standard output, standard
+    error).
+    """
     script = Path(cwd) / "before_train.py"
     run = f"import runpy\nrunpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
     script.write_text(f"exec({LAST_LOOK + textwrap.dedent(before)!r})\n{run}")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, script, *args]
+    words = ["--standalone", "--nproc-per-node", ranks, script, *args]
+    run = f"import torch.distributed.run as torchrun\ntorchrun.main({[str(word) for word in words]!r})"
     warnings_are_errors = "error::FutureWarning,error::UserWarning"
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": warnings_are_errors}
-    done = subprocess.run([str(word) for word in command], cwd=cwd, env=env, text=True, capture_output=True, timeout=PATIENCE)
-    assert "gloo outlives its group" not in done.stderr
-    return done.returncode, done.stdout, done.stderr
+    env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": warnings_are_errors}
+    status, out, err = finish(start(cwd=cwd, script=None, before=run, environment=env))
+    assert "gloo outlives its group" not in err
+    return status, out, err
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 from torchvision import datasets, transforms
 
 import data
-from helpers import NORM, PATIENCE, ROOT, download_host, finish, gzip_files, has_mnist, start, until, write_mnist
+from helpers import FORKS, NORM, PATIENCE, ROOT, download_host, finish, gzip_files, has_mnist, start, until, write_mnist
 
 IMAGES = "train-images-idx3-ubyte"
 LABELS = "train-labels-idx1-ubyte"
@@ -549,7 +549,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_index(sample):
     assert len({image.numpy().tobytes() for image in same.__getitems__(list(range(16)))[0]}) == 16
 
 
-@pytest.mark.parametrize("workers, start_method", [(0, None), (1, None), (2, "fork"), (2, "spawn")])
+@pytest.mark.parametrize("workers, start_method", [(0, None), (1, None), (2, "fork"), (2, FORKS.get_start_method())])
 def test_an_unshuffled_loader_differs_from_epoch_to_epoch(workers, start_method, sample):
     digits = data.Digits(sample[0][:40], sample[1][:40], sample[2], augment=True, seed=1)
     loader = data.make_loader(digits, 16, workers=workers)

@@ -207,7 +207,7 @@ def test_best_is_the_best_and_the_test_reads_it(mnist, monkeypatch):
         return {**evaluate(model, loader, device, amp), "accuracy": 1 / len(seen)}
 
     monkeypatch.setattr(train, "evaluate", worse_and_worse)
-    _, rows, best = run(mnist, "--epochs", "3", "--batch-size", "55")
+    _, rows, best = run(mnist, "--epochs", "3", "--batch-size", "55", "--width", "8")
     assert [size for size, _ in seen] == [5, 5, 5, 20]  # the test set is read once, at the end
     assert best["best"]["epoch"] == 1 and best["best"]["val_accuracy"] == 1.0
     for key, value in best["model"].items():
@@ -217,7 +217,7 @@ def test_best_is_the_best_and_the_test_reads_it(mnist, monkeypatch):
 @pytest.mark.parametrize("size, batch_size", [(3, 4), (1, 1), (5, 2)])
 def test_tiny_training_sets(size, batch_size, tmp_path):
     write_mnist(tmp_path / "data", train=size, test=3)
-    facts, rows, best = run(tmp_path, "--epochs", "2", "--batch-size", str(batch_size))
+    facts, rows, best = run(tmp_path, "--epochs", "2", "--batch-size", str(batch_size), "--width", "8")
     assert facts["dataset"] == {"name": "MNIST", "train": size, "val": 0, "test": 3, "seed": 0, "stream": False}
     assert all(float(row["train_loss"]) > 0.1 for row in rows) and rows[0]["val_loss"] == ""
     assert best["epoch"] == 2 and facts["val_accuracy"] is None  # without a validation set the last is taken
@@ -226,7 +226,7 @@ def test_tiny_training_sets(size, batch_size, tmp_path):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("amp", ["fp16", "bf16"])
 def test_mixed_precision_on_a_cpu(amp, mnist):
-    facts, _, best = run(mnist, "--dry-run", "--amp", amp)
+    facts, _, best = run(mnist, "--dry-run", "--amp", amp, "--width", "8")
     assert facts["args"]["amp"] == amp and facts["test_loss"] < 3
     assert {tensor.dtype for tensor in best["model"].values()} == {torch.float32}
     assert bool(best["scaler"]) == (amp == "fp16")
@@ -239,9 +239,9 @@ def test_dry_run_with(flags, mnist):
 
 
 def test_same_seed_same_run_for_all_numbers_of_workers(mnist):
-    weights = [run(mnist, "--epochs", "2", "--batch-size", "10", "--workers", str(workers), out=f"{workers}-{again}")[2]["model"]
+    weights = [run(mnist, "--epochs", "2", "--batch-size", "10", "--workers", str(workers), "--width", "8", out=f"{workers}-{again}")[2]["model"]
                for workers, again in ((0, 0), (0, 1), (1, 0), (2, 0))]
-    other = run(mnist, "--epochs", "2", "--batch-size", "10", "--seed", "1", out="other")[2]["model"]
+    other = run(mnist, "--epochs", "2", "--batch-size", "10", "--seed", "1", "--width", "8", out="other")[2]["model"]
     for key in weights[0]:
         assert all(torch.equal(weights[0][key], again[key]) for again in weights[1:])
     assert not torch.equal(weights[0]["fc2.weight"], other["fc2.weight"])
