@@ -57,16 +57,21 @@ def straight(*flags, out="straight"):
     return end_of(out)
 
 
-def stopped_and_resumed(monkeypatch, at, *flags, out="stopped"):
-    """Stops in step `at`, resumes to the end; both in this process, by way of the file."""
-    real = utils.lr_at
+def signal_in_step(at, real=utils.lr_at):
+    """An lr_at in whose call for step `at` this process gets SIGTERM."""
 
     def lr_at(step, *args):
         if step == at:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(step, *args)
 
-    monkeypatch.setattr(utils, "lr_at", lr_at)
+    return lr_at
+
+
+def stopped_and_resumed(monkeypatch, at, *flags, out="stopped"):
+    """Stops in step `at`, resumes to the end; both in this process, by way of the file."""
+    real = utils.lr_at
+    monkeypatch.setattr(utils, "lr_at", signal_in_step(at))
     with pytest.raises(SystemExit) as end:
         train.main([*FLAGS, *flags, "--out", out])
     assert end.value.code == 128 + signal.SIGTERM
@@ -192,14 +197,8 @@ def test_two_processes_stop_together_and_resume(folder):
 @pytest.mark.parametrize("at", [2, 3])  # in mid-epoch, and in its last step
 def test_one_process_goes_on_as_two_and_then_as_one(at, folder, monkeypatch):
     """What was summed up before the stop is counted once, whoever goes on."""
-
-    def stop(step, *args, real=utils.lr_at):
-        if step == at:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(step, *args)
-
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(utils, "lr_at", stop)
+        patch.setattr(utils, "lr_at", signal_in_step(at))
         train.main([*FLAGS, "--out", "run"])
     status, out, err = run_program("--resume", "run/last.pt", "--batch-size", "4", "--epochs", "2", cwd=folder, ranks=2)
     assert status == 0 and "1 processes in the checkpoint, 2 here" in out, err
@@ -343,13 +342,8 @@ def test_resume_into_another_folder_takes_the_best_along(folder):
 
 @pytest.mark.parametrize("flags", ["--accum 2 --batch-size 5", "--accum 3 --batch-size 5", "--accum 1 --batch-size 55"])
 def test_other_windows_in_mid_epoch_train_on_all_that_is_left(flags, folder, monkeypatch):
-    def stop(step, *args, real=utils.lr_at):
-        if step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(step, *args)
-
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(utils, "lr_at", stop)
+        patch.setattr(utils, "lr_at", signal_in_step(2))
         train.main([*FLAGS[:4], "--batch-size", "5", "--accum", "1", "--width", "8", "--out", "run"])
     seen, train_one_epoch = [], train.train_one_epoch
     monkeypatch.setattr(train, "train_one_epoch", lambda *args: seen.append(train_one_epoch(*args)) or seen[-1])
