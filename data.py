@@ -692,6 +692,21 @@ def collate_padded(batch, value=0):
 # ------------------------------------------------------------------------- 5  order and loader
 
 
+def padding_of_rank(size, world_size, rank):
+    """How many samples of padding make this rank's part of `size` samples as long as the longest.
+
+    Seven samples for three ranks are 3, 2 and 2: the first rank needs none, the others one each.
+
+    returns  0 or 1
+
+    Needs nothing.
+    """
+    remainder = size % world_size  # so many ranks, the first ones, need none
+    if remainder > 0 and rank >= remainder:
+        return 1
+    return 0
+
+
 class EpochSampler(Sampler):
     """The order of an epoch, shuffled, and this process's share of it.
 
@@ -720,7 +735,7 @@ class EpochSampler(Sampler):
     set_epoch   call it before each epoch; `start` holds for the next iteration alone
     len()       samples of this rank in a whole epoch, padding included
 
-    Needs: math, torch, Sampler, WeightedRandomSampler; mix.
+    Needs: math, torch, Sampler, WeightedRandomSampler; mix, padding_of_rank.
     """
 
     def __init__(self, size, seed=0, world_size=1, rank=0, labels=None):
@@ -730,10 +745,7 @@ class EpochSampler(Sampler):
         self.rank = rank
         self.epoch = 0
         self.start = 0
-        remainder = size % world_size  # so many ranks, the first ones, need no padding
-        self.padding = 0
-        if remainder > 0 and rank >= remainder:
-            self.padding = 1
+        self.padding = padding_of_rank(size, world_size, rank)
         self.weights = None
         if labels is not None:
             if len(labels) != size:
@@ -1042,7 +1054,7 @@ class DigitStream(IterableDataset):
     raises      DataError if a file is not there, unpacked
 
     Needs: math, torch, Path, IterableDataset, get_worker_info;
-    DataError, read_idx, gather_batch, mix.
+    DataError, read_idx, gather_batch, mix, padding_of_rank.
     """
 
     def __init__(
@@ -1066,10 +1078,7 @@ class DigitStream(IterableDataset):
         self.epoch = 0
         self.start = 0
         self.size = total - len(self.left_out)
-        remainder = self.size % world_size
-        self.padding = 0
-        if remainder > 0 and rank >= remainder:
-            self.padding = 1
+        self.padding = padding_of_rank(self.size, world_size, rank)
 
     def set_epoch(self, epoch, start=0):
         if start % self.batch_size != 0:

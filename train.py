@@ -206,17 +206,15 @@ def split_batch(batch):
     return batch
 
 
-def own_memory(batch):
-    """Copies tensors out of the memory that a loader's worker shares with us. Needs: nothing.
+def own_memory(tensor):
+    """A tensor outside of the memory that a loader's worker shares with us. Needs: nothing.
 
     Each shared tensor holds an open file, and a process may have some thousand: a window of 300
     batches would run out.
     """
-    if isinstance(batch, dict):
-        return {key: own_memory(part) for key, part in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return tuple(own_memory(part) for part in batch)
-    return batch.clone() if batch.is_shared() else batch
+    if tensor.is_shared():
+        return tensor.clone()
+    return tensor
 
 
 def backward_window(model, window, count, scaler, args, device, teacher=None):
@@ -322,13 +320,15 @@ def begin_epoch(loader, state):
 
 def draw_window(batches, accum, padding):
     """The next `accum` batches as a list of (inputs, targets, real); at the end of an epoch fewer.
-    Needs: split_batch, own_memory, count_samples, islice.
+    Needs: split_batch, own_memory, count_samples; map_tensors of utils; islice.
 
     padding  how many samples at the end of the window's last batch only make the ranks equal
     """
     window = []
     for batch in islice(batches, accum):
-        inputs, targets = split_batch(own_memory(batch) if accum > 1 else batch)
+        if accum > 1:
+            batch = utils.map_tensors(own_memory, batch)
+        inputs, targets = split_batch(batch)
         window.append((inputs, targets, count_samples(targets)))
     if window and padding:
         inputs, targets, real = window.pop()
@@ -375,9 +375,9 @@ def train_one_epoch(
     teacher     see backward_window
     UserError, with epoch and step, if loss or gradient is not finite, if fp16 never finds a scale,
     or if there is nothing to train on.
-    Needs: backward_window, begin_epoch, draw_window, means, new_state, on_device, optimizer_step,
-    progress_line, record; UserError, gather_over_ranks, lr_at and sum_over_ranks of utils; math,
-    sys, time, torch.
+    Needs: backward_window, begin_epoch, draw_window, means, new_state, optimizer_step,
+    progress_line, record; UserError, gather_over_ranks, lr_at, sum_over_ranks and to_device of
+    utils; math, sys, time, torch.
     """
     for key, value in new_state().items():
         state.setdefault(key, value)
@@ -388,7 +388,8 @@ def train_one_epoch(
     windows = math.ceil((len(loader) - done) / args.accum)
     if not windows and not done:
         raise utils.UserError("nothing to train on: the loader has no batch")
-    state["this_rank"] = on_device(state["this_rank"], device)
+    if state["this_rank"] is not None:  # what a stop has left of the epoch's sums
+        state["this_rank"] = utils.to_device(state["this_rank"], device)
     started = printed = time.perf_counter()
     waited, seen = 0.0, 0
 
@@ -446,13 +447,6 @@ def train_one_epoch(
         "waiting": waited / max(seconds, 1e-9),
         "images_per_second": sum(utils.gather_over_ranks(seen)) / max(seconds, 1e-9),
     }
-
-
-def on_device(sums, device):
-    """The sums of a resumed epoch on `device`, or for a new one None. Needs: torch."""
-    if sums is None:
-        return None
-    return {name: value.to(device) for name, value in sums.items()}
 
 
 def record(state, sums, count, norm, taken, scaler):
@@ -733,16 +727,47 @@ def without_effect(args):
 # ---------------------------------------------------- 4. the verbs, in the order of time
 
 
+def most_samples(args, world_size):
+    """The largest number of samples of a part of the data, or None for all. Needs: nothing."""
+    if args.dry_run:
+        return 2 * args.batch_size * world_size
+    return None  # as the end of a slice it is no end
+
+
+def trained_on(checkpoint, path):
+    """What the data set of a checkpoint was, see data.describe. UserError if it does not say.
+
+    Needs: UserError of utils.
+    """
+    if not checkpoint.get("data"):
+        raise utils.UserError(
+            f"{path}: does not say what it was trained on; --init takes its weights"
+        )
+    return checkpoint["data"]
+
+
+def check_same_kind(path, theirs, ours):
+    """UserError unless the checkpoint at `path` was trained on pictures and classes like ours.
+
+    Needs: UserError of utils.
+    """
+    for key in ("shape", "classes"):
+        if theirs[key] != ours[key]:
+            raise utils.UserError(
+                f"{path}: its {key} {theirs[key]} are not those of {ours['name']}, {ours[key]}"
+            )
+
+
 def load_training_data(args, rank, world_size, log):
     """Returns (training set, validation set, test set, about, split) for the arguments.
 
     about  what the data set is, see data.describe; split  which part of it is used for what
-    Needs: UserError and once_per_machine of utils, data, Path, torch.
+    Needs: most_samples; once_per_machine of utils; data, Path, torch.
     """
     train_part, test_part, about = data.load_dataset(
         args.dataset, args.data_dir, True, utils.once_per_machine, log
     )
-    few = 2 * args.batch_size * world_size if args.dry_run else None  # [:None] is everything
+    few = most_samples(args, world_size)
     images, labels = train_part
     classes, N = about["classes"], len(images[:few])
     if args.stream:
@@ -755,15 +780,12 @@ def load_training_data(args, rank, world_size, log):
         train_set = data.DigitStream(
             files, N, args.batch_size, held_out, args.augment, args.seed, world_size, rank
         )
-        # Eight images at a time: a map of the whole file would count as this process's memory.
-        val_images = torch.cat([images[:0], *(images[part] for part in held_out.split(8))])
     else:
         train_indices, held_out = data.split_validation(N, args.val_size, args.seed)
         train_set = data.Digits(
             images[train_indices], labels[train_indices], classes, args.augment, args.seed
         )
-        val_images = images[held_out]
-    val_set = data.Digits(val_images, labels[held_out], classes)
+    val_set = data.Digits(images[held_out], labels[held_out], classes)
     test_set = data.Digits(test_part[0][:few], test_part[1][:few], classes)
     sizes = {"train": N - len(val_set), "val": len(val_set), "test": len(test_set)}
     split = {"name": about["name"], **sizes, "seed": args.seed, "stream": args.stream}
@@ -783,18 +805,13 @@ def load_teacher(args, about):
     """Returns (the network of --teacher in evaluation mode, its collate), or (None, None).
 
     It may be any network of this program that was trained on the same kind of data. Needs:
-    NETWORKS, build_model, parse_args; UserError, load_checkpoint and load_weights of utils;
-    networks.
+    NETWORKS, build_model, check_same_kind, parse_args, trained_on; load_checkpoint and
+    load_weights of utils; networks.
     """
     if not args.teacher:
         return None, None
     checkpoint = utils.load_checkpoint(args.teacher)
-    theirs = checkpoint.get("data", {})
-    for key in ("shape", "classes"):
-        if theirs.get(key) != about[key]:
-            raise utils.UserError(
-                f"--teacher {args.teacher}: its {key} {theirs.get(key)} are not {about[key]}"
-            )
+    check_same_kind(args.teacher, trained_on(checkpoint, args.teacher), about)
     teacher_args = parse_args([], checkpoint.get("args"))
     teacher = build_model(teacher_args, about)
     utils.load_weights(teacher, networks.unpack_weights(checkpoint["model"]), args.teacher)
@@ -872,7 +889,7 @@ def resume_run(
         )
     total = state["total_steps"]
     asked = [dict(group, params=None) for group in optimizer.param_groups]
-    utils.restore(checkpoint, model, optimizer, scaler, state, device, log)
+    utils.restore(checkpoint, model, optimizer, scaler, state, device, log, path)
     for group, now in zip(optimizer.param_groups, asked):
         # Built with the arguments of now: the checkpoint's hyperparameters would win in silence.
         group.update({**now, "params": group["params"], "lr": group["lr"], "peak_lr": now["lr"]})
@@ -926,7 +943,7 @@ def choose_folder(args, about, best, rank):
 
 def announce(args, model, about, split, device, world_size, steps, epochs, folder, log):
     """Says before the first step what will be done, as arithmetic that a reader can check. Needs:
-    networks.
+    warmup_steps of utils, networks.
     """
     log(
         f"{type(model).__name__}: {networks.count_parameters(model):,} parameters; {device}, "
@@ -937,7 +954,7 @@ def announce(args, model, about, split, device, world_size, steps, epochs, folde
         f"{split['test']:,} for the test"
     )
     per_step = args.batch_size * args.accum * world_size
-    warmup = min(round(args.warmup * epochs * steps), epochs * steps - 1)
+    warmup = utils.warmup_steps(epochs * steps, args.warmup)
     log(
         f"{args.batch_size} a batch x {args.accum} accumulated x {world_size} processes "
         f"= {per_step} a step; {split['train']:,} / {per_step} = {steps} steps an epoch, "
@@ -1051,8 +1068,6 @@ def train(args, checkpoint, device, rank, world_size, log):
     model = build_model(args, about)
     if args.init:
         utils.load_matching(model, checkpoint["model"], log, args.force)
-    elif args.resume:
-        utils.load_weights(model, checkpoint["model"], args.resume)
     model = prepare(model, args, device, log)
     teacher, teacher_collate = load_teacher(args, about)
     if teacher:
@@ -1188,25 +1203,18 @@ def evaluate_checkpoint(args, checkpoint, device, rank, world_size, log):
     training images.
 
     The data set is the one that the arguments name; shape, classes, mean and standard deviation are
-    the checkpoint's. Needs: NETWORKS, build_model, evaluate, evaluation_loader, prepare, report;
-    UserError, confusion_table, load_weights and once_per_machine of utils; data, networks, Path.
+    the checkpoint's. Needs: NETWORKS, build_model, check_same_kind, evaluate, evaluation_loader,
+    most_samples, prepare, report, trained_on; confusion_table, load_weights and once_per_machine of
+    utils; data, networks, Path.
     """
-    about = checkpoint.get("data")
-    if not about:
-        raise utils.UserError(
-            f"{args.evaluate}: does not say what it was trained on; --init takes its weights"
-        )
+    about = trained_on(checkpoint, args.evaluate)
     _, test_part, here = data.load_dataset(
         args.dataset, args.data_dir, False, utils.once_per_machine, log
     )
-    for key in ("shape", "classes"):
-        if here[key] != about[key]:
-            raise utils.UserError(
-                f"{args.evaluate}: trained on {about[key]}, {here['name']} has {here[key]}"
-            )
+    check_same_kind(args.evaluate, about, here)
     if here["name"] != about["name"]:
         log(f"{args.evaluate}: trained on {about['name']}, evaluated on {here['name']}")
-    few = 2 * args.batch_size * world_size if args.dry_run else None
+    few = most_samples(args, world_size)
     test_set = data.Digits(test_part[0][:few], test_part[1][:few], about["classes"])
     model = build_model(args, about)
     utils.load_weights(model, checkpoint["model"], args.evaluate)
@@ -1232,22 +1240,16 @@ def export_checkpoint(args, checkpoint, log):
     """The verb of --export: the weights as integers of few bits in a file beside the checkpoint. It
     reads no images.
 
-    Needs: build_model, stored_arguments; UserError, load_weights and save_checkpoint of utils;
+    Needs: build_model, stored_arguments, trained_on; load_weights and save_checkpoint of utils;
     networks, Path.
     """
-    about = checkpoint.get("data")
-    if not about:
-        raise utils.UserError(
-            f"{args.export}: does not say what it was trained on; --init takes its weights"
-        )
+    about = trained_on(checkpoint, args.export)
     args.quant_bits = args.quant_bits or 8
     model = build_model(args, about)
     utils.load_weights(model, checkpoint["model"], args.export)
     path = Path(args.export).with_suffix(f".int{args.quant_bits}.pt")
-    arguments = {
-        **stored_arguments(args),
-        "quant_bits": 0,
-    }  # once rounded, they need no rounding when they are read
+    # Weights that are rounded once need no rounding when they are read.
+    arguments = {**stored_arguments(args), "quant_bits": 0}
     packed = {
         "model": networks.pack_weights(model),
         "args": arguments,

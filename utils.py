@@ -138,17 +138,25 @@ def autocast(device, amp):
     return torch.amp.autocast(device.type, dtype=dtype, enabled=amp != "off")
 
 
+def map_tensors(function, batch):
+    """Nested tuples, lists and dicts of tensors with `function` of each tensor in its place.
+
+    Needs: nothing.
+    """
+    if isinstance(batch, dict):
+        return {key: map_tensors(function, part) for key, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return tuple(map_tensors(function, part) for part in batch)
+    return function(batch)
+
+
 def to_device(batch, device):
     """A tensor, or nested tuples, lists and dicts of tensors, on `device`.
 
     From pinned memory the copy runs beside the GPU's work (non_blocking); the next operation on the
-    GPU waits for it. Needs: nothing.
+    GPU waits for it. Needs: map_tensors.
     """
-    if isinstance(batch, dict):
-        return {key: to_device(part, device) for key, part in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return tuple(to_device(part, device) for part in batch)
-    return batch.to(device, non_blocking=True)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def set_seed(seed, deterministic=False):
@@ -252,15 +260,14 @@ def lr_at(step, total=math.inf, warmup=0.0, schedule="cosine", drops=0):
               constant   stays
 
     It is a pure function of the step. There is no scheduler whose counter a resume, a skipped step
-    or one epoch more could put wrong. Past the end it stays at its last value. Needs: math.
+    or one epoch more could put wrong. Past the end it stays at its last value.
+    Needs: warmup_steps, math.
     """
     step = min(step, total - 1)
     lowest, last = 1 / 100, 1 / 100
     if schedule == "one-cycle":
         lowest, last = 1 / 25, 1 / 250_000
-    rising = 0
-    if total != math.inf:
-        rising = min(round(warmup * total), total - 1)  # the peak needs a step of its own
+    rising = warmup_steps(total, warmup)
     if step < rising:
         part = step / rising
         if schedule == "one-cycle":
@@ -274,6 +281,16 @@ def lr_at(step, total=math.inf, warmup=0.0, schedule="cosine", drops=0):
     if schedule == "plateau":
         return 0.1 ** min(2, drops)
     return last + (1 - last) * (1 + math.cos(math.pi * part)) / 2
+
+
+def warmup_steps(total, warmup):
+    """How many of `total` steps the learning rate rises, for a fraction `warmup` of them.
+
+    The peak needs a step of its own, also where all steps are warm-up. Needs: math.
+    """
+    if total == math.inf:
+        return 0
+    return min(round(warmup * total), total - 1)
 
 
 def set_lr(optimizer, factor):
@@ -356,7 +373,8 @@ def snapshot(model, optimizer, scaler=None, state=None, device=torch.device("cpu
 
 
 def restore(
-    checkpoint, model, optimizer, scaler=None, state=None, device=torch.device("cpu"), log=print
+    checkpoint, model, optimizer, scaler=None, state=None, device=torch.device("cpu"), log=print,
+    source="the checkpoint",
 ):
     """Puts what `snapshot` returned back into model, optimizer, scaler, `state` and the generators,
     in place.
@@ -371,22 +389,21 @@ def restore(
     missing = parts - checkpoint.keys()
     if missing:
         raise UserError(
-            f"no {', '.join(sorted(missing))} in the checkpoint; --init takes its weights alone"
+            f"{source}: no {', '.join(sorted(missing))} in it; --init takes its weights alone"
         )
     written, here = checkpoint["optimizer_class"], type(optimizer).__name__
     if written != here:
         raise UserError(
-            f"the checkpoint's optimizer is {written}, here it is {here}; "
+            f"{source}: its optimizer is {written}, here it is {here}; "
             "--init takes its weights alone"
         )
-    load_weights(model, checkpoint["model"])
+    load_weights(model, checkpoint["model"], source)
     try:
         optimizer.load_state_dict(copied(checkpoint["optimizer"]))
     except ValueError as error:
-        raise UserError(f"the checkpoint's optimizer does not fit: {error}") from None
-    if (
-        scaler and scaler.is_enabled() and checkpoint["scaler"]
-    ):  # one of the two is empty if fp16 comes or goes
+        raise UserError(f"{source}: its optimizer does not fit: {error}") from None
+    # One of the two is empty if fp16 comes or goes.
+    if scaler and scaler.is_enabled() and checkpoint["scaler"]:
         scaler.load_state_dict(checkpoint["scaler"])
 
     rank, world_size = 0, 1
@@ -415,9 +432,7 @@ def copied(value):
     """
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
-    if type(value) is dict or hasattr(
-        value, "_metadata"
-    ):  # the latter is what state_dict() returns
+    if type(value) is dict or hasattr(value, "_metadata"):  # the latter: what state_dict() returns
         return {key: copied(part) for key, part in value.items()}
     if type(value) in (list, tuple):
         return type(value)(copied(part) for part in value)
@@ -451,9 +466,8 @@ def load_weights(model, weights, source="the checkpoint"):
     plain_key.
     """
     weights = {plain_key(key): value for key, value in weights.items()}
-    keys = {
-        plain_key(key): key for key in model.state_dict()
-    }  # as the model has them, by their plain names
+    # The keys as the model has them, by their plain names.
+    keys = {plain_key(key): key for key in model.state_dict()}
     try:
         model.load_state_dict({keys.get(key, key): value for key, value in weights.items()})
     except RuntimeError as error:
@@ -580,9 +594,8 @@ def load_checkpoint(path):
             raise ValueError("its model or args are no dict of tensors")
     except OSError as error:  # it is absent, a folder, or not permitted, and says so itself
         raise UserError(str(error)) from None
-    except (
-        Exception
-    ) as error:  # a damaged file raises one of a dozen types, depending on where the damage is
+    # A damaged file raises one of a dozen types, depending on where the damage is.
+    except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: not a checkpoint of this program, or damaged: {reason}") from None
     return checkpoint
@@ -826,9 +839,8 @@ def keep_freed_memory():
     if not hasattr(libc, "mallopt"):
         return
     trim_threshold, mmap_threshold = -1, -3  # their numbers in malloc.h
-    if not libc.mallopt(
-        mmap_threshold, 2**30
-    ):  # larger blocks are mappings of their own, given back when freed
+    # Larger blocks are mappings of their own, which are given back when they are freed.
+    if not libc.mallopt(mmap_threshold, 2**30):
         libc.mallopt(mmap_threshold, 2**25)  # all that old versions take
     libc.mallopt(trim_threshold, 2**31 - 1)  # so much may lie free at the end of the heap
 
