@@ -1,19 +1,19 @@
 """What has to be settled before torch is imported."""
 
+import multiprocessing
 import os
+from multiprocessing import forkserver
 
 # Threads of OpenMP that wait for work do so by spinning. Beside another busy program that takes the cores from those
 # that have work: a test of 2 s then takes 20. Passive ones sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
-def pytest_collection_finish(session):
-    """Starts the server of processes beside the first tests: it imports torch, which takes seconds."""
-    from multiprocessing import get_all_start_methods
+def pytest_sessionstart(session):
+    """Starts the server that processes are forked from (helpers.start), beside the collection of the tests.
 
-    import helpers  # noqa: F401: says what the server imports
-
-    if session.items and "forkserver" in get_all_start_methods():
-        from multiprocessing import forkserver
-
+    It imports torch and what is imported with the first optimizer, which takes seconds.
+    """
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        forkserver.set_forkserver_preload(["torch", "torch._dynamo", "torchvision.datasets", "pytest"])
         forkserver.ensure_running()

@@ -30,7 +30,6 @@ NORM = {"mean": [0.1307], "std": [0.3081]}  # of MNIST's training images, in 0..
 PATIENCE = 900  # seconds after which a process that hangs is ended; nothing that works waits for it, on any machine
 
 FORKS = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
-FORKS.set_forkserver_preload(["torch", "torch._dynamo", "torchvision.datasets", "pytest"])
 
 # Sends this process the signal in the middle of optimizer step `at`.
 SIGNAL_AT = """
