@@ -1,10 +1,12 @@
 """What several test files need: data sets of a few digits, the program as a process, and a stand-in for the download host."""
 
+import functools
 import gzip
 import hashlib
 import http.server
 import multiprocessing
 import os
+import pickle
 import runpy
 import struct
 import sys
@@ -40,6 +42,28 @@ def lr_at(step, *args, real=utils.lr_at):
     return real(step, *args)
 utils.lr_at = lr_at
 """
+
+
+def load_small(size, test_size, choice="auto", root="data", train=True, once=None, say=print):
+    """What the tests of loop, checkpoints, resume and processes have in place of data.load_dataset: made pictures.
+
+    A picture of class k has a bright square in the k-th of 16 places, and noise around it. A project with data of its own
+    puts a few of them here, and the tests hold for these.
+    """
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(size + test_size) % 10
+    images = torch.zeros(size + test_size, 1, 28, 28, dtype=torch.uint8)
+    for image, label in zip(images, labels.tolist()):
+        y, x = 6 * (label // 4) + 2, 6 * (label % 4) + 2
+        image[:, y : y + 6, x : x + 6] = torch.randint(100, 256, (6, 6), generator=generator)
+        image[:, 8:16] += torch.randint(60, (8, 28), generator=generator).to(torch.uint8).clamp(max=40)
+    about = data.describe(images[:size], labels[:size], list("0123456789"), "small", "pictures")
+    return (images[:size], labels[:size]) if train else None, (images[size:], labels[size:]), about
+
+
+def small_data(monkeypatch, size=60, test_size=20):
+    """Gives main() the made data set, in this process and in those that `start`, `run_program` and `torchrun` begin."""
+    monkeypatch.setattr(data, "load_dataset", functools.partial(load_small, size, test_size))
 
 
 def write_mnist(root, train=60, test=20, name="MNIST"):
@@ -93,7 +117,7 @@ def gzip_files(raw):
         (raw / file).unlink()
 
 
-def play(script, args, cwd, before, environment, output, errors, start_method):
+def play(script, args, cwd, before, environment, load_dataset, output, errors, start_method):
     """What a process of `start` does. Its output goes to the files `output` and `errors`."""
     multiprocessing.set_start_method(start_method, force=True)  # of workers: as if there were no server
     os.chdir(cwd)
@@ -106,6 +130,7 @@ def play(script, args, cwd, before, environment, output, errors, start_method):
     if "RANK" in environment:
         torch.set_num_threads(1)  # what torchrun asks for
     sys.argv = [str(script), *args]
+    data.load_dataset = load_dataset
     try:
         exec(before, {"__name__": "before"})
         if script:
@@ -125,7 +150,8 @@ def start(*args, cwd, script=ROOT / "train.py", before="", environment=(), outpu
     (folder := Path(cwd) / ".output").mkdir(exist_ok=True)
     files = [str(output or tempfile.mkstemp(dir=folder)[1]) for _ in range(2)]
     args = [str(arg) for arg in args]
-    parts = (script, args, cwd, textwrap.dedent(before), dict(environment), *files, multiprocessing.get_start_method())
+    parts = (script, args, cwd, textwrap.dedent(before), dict(environment), data.load_dataset, *files)
+    parts += (multiprocessing.get_start_method(),)
     process = FORKS.Process(target=play, args=parts)
     process.start()
     process.files = files
@@ -187,12 +213,13 @@ def torchrun(*args, cwd, ranks, before=""):
     error).
     """
     script = Path(cwd) / "before_train.py"
+    same_data = f"import data, pickle\ndata.load_dataset = pickle.loads({pickle.dumps(data.load_dataset)!r})\n"
     run = f"import runpy\nrunpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
-    script.write_text(f"exec({LAST_LOOK + textwrap.dedent(before)!r})\n{run}")
+    script.write_text(f"exec({LAST_LOOK + same_data + textwrap.dedent(before)!r})\n{run}")
     words = ["--standalone", "--nproc-per-node", ranks, script, *args]
     run = f"import torch.distributed.run as torchrun\ntorchrun.main({[str(word) for word in words]!r})"
     warnings_are_errors = "error::FutureWarning,error::UserWarning"
-    env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": warnings_are_errors}
+    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": warnings_are_errors}
     status, out, err = finish(start(cwd=cwd, script=None, before=run, environment=env))
     assert "gloo outlives its group" not in err
     return status, out, err

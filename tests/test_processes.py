@@ -14,15 +14,23 @@ from torch.utils.data import DataLoader, Dataset, Subset
 import data
 import train
 import utils
-from helpers import NORM, SIGNAL_AT, run_program, torchrun, write_mnist
+from helpers import NORM, SIGNAL_AT, run_program, small_data, torchrun, write_mnist
 from model import SimpleCNN
 
-FLAGS = ["--data-dir", "data", "--width", "4", "--no-augment", "--dropout", "0", "--epochs", "2"]
+FLAGS = ["--width", "4", "--no-augment", "--dropout", "0", "--epochs", "2"]
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    write_mnist(tmp_path / "data", train=61, test=19)  # 56 to train on, 5 to validate: 3 ranks divide neither
+    small_data(monkeypatch, 61, 19)  # 56 to train on, 5 to validate: 3 ranks divide neither
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """The same number of digits as files, for a stream."""
+    write_mnist(tmp_path / "data", train=61, test=19)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -128,8 +136,8 @@ def test_gradients_are_exchanged_once_a_window_and_evaluation_counts_no_sample_t
 
 
 @pytest.mark.parametrize("train_size, batch", [(5, 2), (1, 4)])
-def test_fewer_samples_than_a_batch_of_all_ranks_ends(train_size, batch, tmp_path):
-    write_mnist(tmp_path / "data", train=train_size, test=3)
+def test_fewer_samples_than_a_batch_of_all_ranks_ends(train_size, batch, tmp_path, monkeypatch):
+    small_data(monkeypatch, train_size, 3)
     status, out, err = run_program(*FLAGS, "--batch-size", batch, "--out", "run", cwd=tmp_path, ranks=2)
     assert status == 0, err
     assert json.loads((tmp_path / "run/run.json").read_text())["epochs_done"] == 2
@@ -146,7 +154,7 @@ def test_sync_bn_on_cpus_is_plain_batch_norm_and_one_line(folder):
     status, out, err = run_program(*FLAGS, "--norm", "batch", "--sync-bn", "--batch-size", "8", "--out", "run", cwd=folder, ranks=2)
     assert status == 0 and out.count("--sync-bn") == 1, err
     accuracy = rows_of("run")[1]["test_accuracy"]
-    train.main(["--data-dir", "data", "--resume", "run/last.pt", "--epochs", "3"])  # in one process
+    train.main(["--resume", "run/last.pt", "--epochs", "3"])  # in one process
     assert rows_of("run")[1]["epochs_done"] == 3 and 0 <= accuracy <= 1
 
 
@@ -170,9 +178,9 @@ def test_norms_are_torchs_and_none_adds_nothing(norm):
 
 
 def test_batch_norm_with_a_batch_of_one(tmp_path, monkeypatch, capfd):
-    write_mnist(tmp_path / "data", train=9, test=5)
+    small_data(monkeypatch, 9, 5)
     monkeypatch.chdir(tmp_path)
-    flags = ["--data-dir", "data", "--norm", "batch", "--width", "4", "--epochs", "1", "--val-size", "0"]
+    flags = ["--norm", "batch", "--width", "4", "--epochs", "1", "--val-size", "0"]
     train.main([*flags, "--batch-size", "4", "--out", "four"])  # 4, 4 and 1
     assert utils.load_checkpoint("four/best.pt")["model"]["norm1.running_mean"].isfinite().all()
     capfd.readouterr()
@@ -284,11 +292,11 @@ def test_stream_shuffles_within_its_buffer_repeats_and_differs_between_epochs(tm
     assert 0.1 < share.min() and share.max() < 0.9  # a file sorted by class does not show
 
 
-def test_stream_trains_resumes_and_has_its_own_split(folder, capfd):
-    flags = [*FLAGS, "--stream", "--batch-size", "8", "--accum", "2"]
+def test_stream_trains_resumes_and_has_its_own_split(files, capfd):
+    flags = [*FLAGS, "--data-dir", "data", "--stream", "--batch-size", "8", "--accum", "2"]
     train.main([*flags, "--out", "straight"])
     assert "56 for training, 5 for validation" in capfd.readouterr().out
-    status, out, err = run_program(*flags, "--out", "stopped", cwd=folder, before=SIGNAL_AT.format(at=5, name="SIGTERM"))
+    status, out, err = run_program(*flags, "--out", "stopped", cwd=files, before=SIGNAL_AT.format(at=5, name="SIGTERM"))
     assert status == 143 and utils.load_checkpoint("stopped/last.pt")["batch"] == 4, err
     train.main(["--resume", "stopped/last.pt"])
     ours, theirs = (utils.load_checkpoint(f"{run}/last.pt") for run in ("stopped", "straight"))
@@ -303,10 +311,10 @@ def test_stream_trains_resumes_and_has_its_own_split(folder, capfd):
 
 
 @pytest.mark.parametrize("model", ["cnn", "attention"])
-def test_stream_in_two_processes_equals_one(model, folder):
+def test_stream_in_two_processes_equals_one(model, files):
     flags = ["--data-dir", "data", "--model", model, "--width", "8", "--dropout", "0", "--no-augment", "--epochs", "1", "--stream", "--lr", "1e-3"]
     train.main([*flags, "--batch-size", "12", "--out", "one"])
-    status, out, err = run_program(*flags, "--batch-size", "6", "--workers", "1", "--out", "two", cwd=folder, ranks=2)
+    status, out, err = run_program(*flags, "--batch-size", "6", "--workers", "1", "--out", "two", cwd=files, ranks=2)
     assert status == 0, err
     one, two = (utils.load_checkpoint(f"{run}/last.pt") for run in ("one", "two"))
     # The softmax does not feel these two: their gradient is 0 but for rounding, of which Adam makes steps of full size.
@@ -315,16 +323,16 @@ def test_stream_in_two_processes_equals_one(model, folder):
     assert two["metrics"][0]["train_accuracy"] == pytest.approx(one["metrics"][0]["train_accuracy"])
 
 
-def test_dry_run_of_a_stream_and_a_packed_file(folder, capfd):
-    train.main([*FLAGS, "--stream", "--batch-size", "4", "--dry-run", "--out", "dry"])
+def test_dry_run_of_a_stream_and_a_packed_file(files, capfd):
+    train.main([*FLAGS, "--data-dir", "data", "--stream", "--batch-size", "4", "--dry-run", "--out", "dry"])
     assert "2 steps an epoch" in capfd.readouterr().out
     import gzip
 
-    path = folder / "data/MNIST/raw/train-images-idx3-ubyte"
+    path = files / "data/MNIST/raw/train-images-idx3-ubyte"
     path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
     path.unlink()
     with pytest.raises(SystemExit) as end:
-        train.main([*FLAGS, "--stream"])
+        train.main([*FLAGS, "--data-dir", "data", "--stream"])
     assert end.value.code == 2 and "gunzip" in capfd.readouterr().err
 
 

@@ -17,20 +17,21 @@ from torchvision import datasets
 import data
 import train
 import utils
-from helpers import ROOT, download_host, finish, start, write_mnist
+from helpers import ROOT, download_host, finish, small_data, start, write_mnist
 
 
 @pytest.fixture
-def mnist(tmp_path):
-    """A data set of 60 + 20 digits, in a folder of its own for the run."""
-    write_mnist(tmp_path / "data")
+def folder(tmp_path, monkeypatch):
+    """A folder of its own for the run, with the made data set of 60 + 20 pictures."""
+    small_data(monkeypatch)
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def run(folder, *args, out="run"):
     """main() in this process, with results in folder/out. Returns run.json, the rows of metrics.csv and best.pt."""
     threads, out = torch.get_num_threads(), folder / out
-    train.main(["--data-dir", str(folder / "data"), "--out", str(out), *args])
+    train.main(["--out", str(out), *args])
     assert torch.get_num_threads() == threads
     with open(out / "metrics.csv", newline="") as file:
         return json.loads((out / "run.json").read_text()), list(csv.DictReader(file)), utils.load_checkpoint(out / "best.pt")
@@ -81,13 +82,13 @@ def test_flags_without_effect_are_said(flags, lines):
 
 @pytest.mark.parametrize("where", ["build_model", "loss_and_metrics"])
 @pytest.mark.parametrize("kind", [ValueError, OSError, RuntimeError])
-def test_errors_of_the_users_own_code_keep_their_traceback(where, kind, mnist, monkeypatch):
+def test_errors_of_the_users_own_code_keep_their_traceback(where, kind, folder, monkeypatch):
     def own_bug(*args):
         raise kind("too many values to unpack")
 
     monkeypatch.setattr(train, where, own_bug)
     with pytest.raises(kind, match="too many values"):
-        train.main(["--data-dir", str(mnist / "data"), "--out", str(mnist / "run"), "--dry-run"])
+        train.main(["--out", str(folder / "run"), "--dry-run"])
 
 
 def test_command_to_go_on_can_be_pasted():
@@ -109,28 +110,28 @@ def test_every_flag_is_explained_with_its_default(capsys):
     ("t10k-images-idx3-ubyte", b"", ["16+ bytes", "0 bytes found"]),
     ("train-labels-idx1-ubyte", b"\0\0\x08\x01\0\0\0\x3c" + bytes([255] * 60), ["255", "10 classes"]),
 ])
-def test_broken_file_is_one_line_before_training(file, content, words, mnist, capfd):
-    (mnist / "data/MNIST/raw" / file).write_bytes(content)
-    line = fails(capfd, "--data-dir", mnist / "data", "--out", mnist / "run")
+def test_broken_file_is_one_line_before_training(file, content, words, tmp_path, capfd):
+    (write_mnist(tmp_path / "data") / file).write_bytes(content)
+    line = fails(capfd, "--data-dir", tmp_path / "data", "--out", tmp_path / "run")
     assert file in line and all(word in line for word in words)
-    assert not (mnist / "run").exists()  # nothing was begun
+    assert not (tmp_path / "run").exists()  # nothing was begun
 
 
-def test_folder_that_holds_a_run_is_refused(mnist, capfd):
-    run(mnist, "--dry-run")
-    before = (mnist / "run/last.pt").read_bytes()
+def test_folder_that_holds_a_run_is_refused(folder, capfd):
+    run(folder, "--dry-run")
+    before = (folder / "run/last.pt").read_bytes()
     capfd.readouterr()
-    assert str(mnist / "run") in fails(capfd, "--data-dir", mnist / "data", "--out", mnist / "run")
-    assert (mnist / "run/last.pt").read_bytes() == before
+    assert str(folder / "run") in fails(capfd, "--out", folder / "run")
+    assert (folder / "run/last.pt").read_bytes() == before
 
 
-def test_unwritable_folder_is_one_line(mnist, capfd):
-    (mnist / "file").write_text("")
-    assert "file" in fails(capfd, "--data-dir", mnist / "data", "--out", mnist / "file/run")
+def test_unwritable_folder_is_one_line(folder, capfd):
+    (folder / "file").write_text("")
+    assert "file" in fails(capfd, "--out", folder / "file/run")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no limits on the size of files on Windows")
-def test_full_disk_is_one_line_and_spares_the_old_checkpoint(mnist, capfd, monkeypatch):
+def test_full_disk_is_one_line_and_spares_the_old_checkpoint(folder, capfd, monkeypatch):
     """The system refuses, from the third epoch on, to write more than 100 kB to a file; a checkpoint has 5 MB."""
     import resource
 
@@ -145,16 +146,16 @@ def test_full_disk_is_one_line_and_spares_the_old_checkpoint(mnist, capfd, monke
 
     monkeypatch.setattr(train, "train_one_epoch", then_full)
     try:
-        line = fails(capfd, "--data-dir", mnist / "data", "--out", mnist / "run", "--epochs", "5", "--batch-size", "60")
+        line = fails(capfd, "--out", folder / "run", "--epochs", "5", "--batch-size", "60")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     print(line)
     assert "File too large" in line and len(epochs) == 3
     for name in ("last.pt", "best.pt"):
-        assert utils.load_checkpoint(mnist / "run" / name)["epoch"] in (1, 2)
+        assert utils.load_checkpoint(folder / "run" / name)["epoch"] in (1, 2)
 
 
-def test_infinite_pixel_stops_and_spares_the_checkpoints(mnist, capfd, monkeypatch):
+def test_infinite_pixel_stops_and_spares_the_checkpoints(folder, capfd, monkeypatch):
     calls, augment = [], data.augment
 
     def broken(images, generator):
@@ -165,11 +166,11 @@ def test_infinite_pixel_stops_and_spares_the_checkpoints(mnist, capfd, monkeypat
         return images
 
     monkeypatch.setattr(data, "augment", broken)
-    line = fails(capfd, "--data-dir", mnist / "data", "--out", mnist / "run", "--epochs", "3", "--batch-size", "20")
+    line = fails(capfd, "--out", folder / "run", "--epochs", "3", "--batch-size", "20")
     print(line)
     assert "epoch 2, step 2" in line
     for name in ("last.pt", "best.pt"):
-        checkpoint = utils.load_checkpoint(mnist / "run" / name)
+        checkpoint = utils.load_checkpoint(folder / "run" / name)
         assert checkpoint["epoch"] == 1 and checkpoint["best"]["val_loss"] < float("inf")
         assert all(tensor.isfinite().all() for tensor in checkpoint["model"].values())
 
@@ -177,29 +178,29 @@ def test_infinite_pixel_stops_and_spares_the_checkpoints(mnist, capfd, monkeypat
 # ------------------------------------------------------------------------------------------------------------- files
 
 
-def test_a_run_leaves_what_is_needed_to_repeat_it(mnist, capfd):
-    facts, rows, best = run(mnist, "--epochs", "3", "--batch-size", "16", "--accum", "2", "--seed", "4")
+def test_a_run_leaves_what_is_needed_to_repeat_it(folder, capfd):
+    facts, rows, best = run(folder, "--epochs", "3", "--batch-size", "16", "--accum", "2", "--seed", "4")
     out = capfd.readouterr().out
     print(out)
     assert facts["args"]["seed"] == 4 and facts["args"]["amp"] == "off" and facts["versions"] == utils.versions()
-    assert facts["dataset"] == {"name": "MNIST", "train": 55, "val": 5, "test": 20, "seed": 4, "stream": False} and facts["parameters"] == 421_642
+    assert facts["dataset"] == {"name": "small", "train": 55, "val": 5, "test": 20, "seed": 4, "stream": False} and facts["parameters"] == 421_642
     assert facts["epochs_done"] == 3 and facts["device"] == "cpu" and facts["train_seconds"] > 0
     assert 0 <= facts["test_accuracy"] <= 1 and facts["test_loss"] > 0
     assert [row["epoch"] for row in rows] == ["1", "2", "3"] and [row["step"] for row in rows] == ["2", "4", "6"]
     best_row = max(rows, key=lambda row: (float(row["val_accuracy"]), -float(row["val_loss"])))
     assert best["best"]["epoch"] == int(best_row["epoch"]) == best["epoch"]
     assert facts["val_accuracy"] == float(best_row["val_accuracy"])
-    last = utils.load_checkpoint(mnist / "run/last.pt")
+    last = utils.load_checkpoint(folder / "run/last.pt")
     assert (last["epoch"], last["step"]) == (3, 6) and len(last["metrics"]) == 3 and last["classes"] == list("0123456789")
     assert list(last["model"]) == list(train.networks.SimpleCNN().state_dict())
     for text in ("421,642 parameters", "16 a batch x 2 accumulated x 1 processes = 32 a step; 55 / 32 = 2 steps an epoch, x 3 epochs = 6"):
         assert text in out
     for line in out.splitlines():
-        assert "accuracy" not in line or "% (MNIST, " in line  # no accuracy without its data set
-    assert f"test accuracy {100 * facts['test_accuracy']:.2f} % (MNIST, 20 digits)" in out
+        assert "accuracy" not in line or "% (small, " in line  # no accuracy without its data set
+    assert f"test accuracy {100 * facts['test_accuracy']:.2f} % (small, 20 pictures)" in out
 
 
-def test_best_is_the_best_and_the_test_reads_it(mnist, monkeypatch):
+def test_best_is_the_best_and_the_test_reads_it(folder, monkeypatch):
     evaluate, seen = train.evaluate, []
 
     def worse_and_worse(model, loader, device, amp):
@@ -207,7 +208,7 @@ def test_best_is_the_best_and_the_test_reads_it(mnist, monkeypatch):
         return {**evaluate(model, loader, device, amp), "accuracy": 1 / len(seen)}
 
     monkeypatch.setattr(train, "evaluate", worse_and_worse)
-    _, rows, best = run(mnist, "--epochs", "3", "--batch-size", "55", "--width", "8")
+    _, rows, best = run(folder, "--epochs", "3", "--batch-size", "55", "--width", "8")
     assert [size for size, _ in seen] == [5, 5, 5, 20]  # the test set is read once, at the end
     assert best["best"]["epoch"] == 1 and best["best"]["val_accuracy"] == 1.0
     for key, value in best["model"].items():
@@ -215,33 +216,33 @@ def test_best_is_the_best_and_the_test_reads_it(mnist, monkeypatch):
 
 
 @pytest.mark.parametrize("size, batch_size", [(3, 4), (1, 1), (5, 2)])
-def test_tiny_training_sets(size, batch_size, tmp_path):
-    write_mnist(tmp_path / "data", train=size, test=3)
+def test_tiny_training_sets(size, batch_size, tmp_path, monkeypatch):
+    small_data(monkeypatch, size, 3)
     facts, rows, best = run(tmp_path, "--epochs", "2", "--batch-size", str(batch_size), "--width", "8")
-    assert facts["dataset"] == {"name": "MNIST", "train": size, "val": 0, "test": 3, "seed": 0, "stream": False}
+    assert facts["dataset"] == {"name": "small", "train": size, "val": 0, "test": 3, "seed": 0, "stream": False}
     assert all(float(row["train_loss"]) > 0.1 for row in rows) and rows[0]["val_loss"] == ""
     assert best["epoch"] == 2 and facts["val_accuracy"] is None  # without a validation set the last is taken
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("amp", ["fp16", "bf16"])
-def test_mixed_precision_on_a_cpu(amp, mnist):
-    facts, _, best = run(mnist, "--dry-run", "--amp", amp, "--width", "8")
+def test_mixed_precision_on_a_cpu(amp, folder):
+    facts, _, best = run(folder, "--dry-run", "--amp", amp, "--width", "8")
     assert facts["args"]["amp"] == amp and facts["test_loss"] < 3
     assert {tensor.dtype for tensor in best["model"].values()} == {torch.float32}
     assert bool(best["scaler"]) == (amp == "fp16")
 
 
 @pytest.mark.parametrize("flags", ["--no-channels-last", "--deterministic", "--val-size 0", "--no-augment --dropout 0 --clip 0 --schedule constant"])
-def test_dry_run_with(flags, mnist):
-    run(mnist, "--dry-run", *flags.split())
+def test_dry_run_with(flags, folder):
+    run(folder, "--dry-run", *flags.split())
     torch.use_deterministic_algorithms(False)
 
 
-def test_same_seed_same_run_for_all_numbers_of_workers(mnist):
-    weights = [run(mnist, "--epochs", "2", "--batch-size", "10", "--workers", str(workers), "--width", "8", out=f"{workers}-{again}")[2]["model"]
+def test_same_seed_same_run_for_all_numbers_of_workers(folder):
+    weights = [run(folder, "--epochs", "2", "--batch-size", "10", "--workers", str(workers), "--width", "8", out=f"{workers}-{again}")[2]["model"]
                for workers, again in ((0, 0), (0, 1), (1, 0), (2, 0))]
-    other = run(mnist, "--epochs", "2", "--batch-size", "10", "--seed", "1", "--width", "8", out="other")[2]["model"]
+    other = run(folder, "--epochs", "2", "--batch-size", "10", "--seed", "1", "--width", "8", out="other")[2]["model"]
     for key in weights[0]:
         assert all(torch.equal(weights[0][key], again[key]) for again in weights[1:])
     assert not torch.equal(weights[0]["fc2.weight"], other["fc2.weight"])
@@ -336,16 +337,16 @@ def test_terminal_gets_one_line_that_rewrites_itself(tmp_path):
     assert {len(line) for line in rewritten[1:-1]} == {79}  # a longer line would wrap, and stay
 
 
-def test_evaluation_that_is_not_finite_stops_the_run(mnist, capfd):
+def test_evaluation_that_is_not_finite_stops_the_run(folder, capfd):
     flags = ["--amp", "fp16", "--lr", "1000", "--warmup", "0", "--clip", "0", "--schedule", "constant", "--epochs", "1", "--width", "8"]
-    line = fails(capfd, "--data-dir", mnist / "data", "--out", mnist / "run", "--batch-size", "55", *flags)
-    assert "not finite" in line and not (mnist / "run/best.pt").exists()
+    line = fails(capfd, "--out", folder / "run", "--batch-size", "55", *flags)
+    assert "not finite" in line and not (folder / "run/best.pt").exists()
 
 
-def test_runs_that_leads_nowhere_is_one_line(mnist, capfd, monkeypatch):
-    monkeypatch.chdir(mnist)
-    (mnist / "runs").symlink_to(mnist / "unmounted")
-    assert "runs" in fails(capfd, "--data-dir", mnist / "data")
+def test_runs_that_leads_nowhere_is_one_line(folder, capfd, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "runs").symlink_to(folder / "unmounted")
+    assert "runs" in fails(capfd)
 
 
 # -------------------------------------------------------------------------------------------------------- attention
@@ -354,15 +355,15 @@ def test_runs_that_leads_nowhere_is_one_line(mnist, capfd, monkeypatch):
 @pytest.mark.parametrize("flags", [
     "", "--tokens padded --attention-kernel fused", "--tokens all", "--grad-checkpoint --amp fp16 --accum 2", "--amp bf16 --workers 1 --val-size 0",
 ])
-def test_attention_trains_is_evaluated_and_drawn(flags, mnist, capfd):
-    figures, rows, best = run(mnist, "--model", "attention", "--width", "16", "--epochs", "2", "--batch-size", "16", *flags.split())
+def test_attention_trains_is_evaluated_and_drawn(flags, folder, capfd):
+    figures, rows, best = run(folder, "--model", "attention", "--width", "16", "--epochs", "2", "--batch-size", "16", *flags.split())
     assert figures["epochs_done"] == len(rows) == 2 and figures["parameters"] == 7836
     assert all(weight.dtype == torch.float32 for weight in best["model"].values())
     capfd.readouterr()
-    train.main(["--data-dir", str(mnist / "data"), "--evaluate", str(mnist / "run/best.pt"), "--pictures"])
+    train.main(["--evaluate", str(folder / "run/best.pt"), "--pictures"])
     out, err = capfd.readouterr()
-    assert f"test accuracy {100 * figures['test_accuracy']:.2f} % (MNIST, 20 digits)" in out and not err
-    assert (mnist / "run/attention.png").stat().st_size > 1000
+    assert f"test accuracy {100 * figures['test_accuracy']:.2f} % (small, 20 pictures)" in out and not err
+    assert (folder / "run/attention.png").stat().st_size > 1000
 
 
 def test_the_models_have_their_own_defaults_and_the_command_line_wins():

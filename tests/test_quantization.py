@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import data
 import train
 import utils
-from helpers import NORM, write_mnist
+from helpers import NORM, small_data
 from model import (
     AttentionClassifier, QuantActivation, QuantConv2d, QuantLinear, RoundSTE, SimpleCNN, fake_quantize, pack_weights,
     pack_integers, quantization_scale, quantize, unpack_integers, unpack_weights,
@@ -352,12 +352,12 @@ def test_examples_in_the_docstrings():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    write_mnist(tmp_path / "data")
+    small_data(monkeypatch)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-FLAGS = ["--data-dir", "data", "--epochs", "2", "--batch-size", "16", "--width", "8"]
+FLAGS = ["--epochs", "2", "--batch-size", "16", "--width", "8"]
 
 
 @pytest.mark.parametrize("kind", ["cnn", "attention"])
@@ -369,7 +369,7 @@ def test_program_trains_evaluates_and_exports_with_few_bits(kind, folder, capfd)
     for name, flags in {
         "float": ["float/best.pt"], "ptq": ["float/best.pt", "--quant-bits", "3"], "qat": ["two/best.pt"],
     }.items():
-        train.main(["--data-dir", "data", "--evaluate", *flags])
+        train.main(["--evaluate", *flags])
         answers[name] = capfd.readouterr().out.splitlines()[-1]
     assert answers["ptq"].endswith("weights of 3 bits") and answers["qat"].endswith("weights of 2 bits")
     assert answers["float"].endswith("float/best.pt")
@@ -378,7 +378,7 @@ def test_program_trains_evaluates_and_exports_with_few_bits(kind, folder, capfd)
     ):
         train.main(["--export", checkpoint, "--format", "int8", *flags])
         assert exported in capfd.readouterr().out
-        train.main(["--data-dir", "data", "--evaluate", exported])
+        train.main(["--evaluate", exported])
         assert capfd.readouterr().out.splitlines()[-1].split(":")[0] == answers[like].split(":")[0]
     train.main([*FLAGS, "--model", kind, "--out", "again", "--init", "two/best.int2.pt", "--dry-run"])  # goes on from it
 

@@ -12,16 +12,16 @@ import torch
 import data
 import train
 import utils
-from helpers import SIGNAL_AT, finish, run_program, start, torchrun, until, write_mnist
+from helpers import SIGNAL_AT, finish, load_small, run_program, small_data, start, torchrun, until, write_mnist
 
 TIMES = ("seconds", "images_per_second", "waiting")  # what two equal runs may differ in
-# 55 training digits in batches of 8, two accumulated: 4 steps an epoch, the last of one batch of 7; 12 steps in all
-FLAGS = ["--data-dir", "data", "--epochs", "3", "--batch-size", "8", "--accum", "2", "--width", "8"]
+# 55 training pictures in batches of 8, two accumulated: 4 steps an epoch, the last of one batch of 7; 12 steps in all
+FLAGS = ["--epochs", "3", "--batch-size", "8", "--accum", "2", "--width", "8"]
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    write_mnist(tmp_path / "data")
+    small_data(monkeypatch)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -140,7 +140,7 @@ def test_resume_in_another_process_after_kill(folder):
 @pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143)])
 def test_signal_ends_the_step_and_leaves_no_worker(name, status, folder):
     """Sent to the whole process group, as a terminal does."""
-    flags = (*FLAGS[:2], "--epochs", "100000", "--batch-size", "8", "--workers", "2", "--out", "run")
+    flags = ("--epochs", "100000", "--batch-size", "8", "--workers", "2", "--out", "run")
     process = start(*flags, cwd=folder, before="import os; os.setsid()")
     until((folder / "run/last.pt").exists, process)
     workers = [int(pid) for pid in (Path("/proc") / f"{process.pid}/task/{process.pid}/children").read_text().split()]
@@ -178,7 +178,7 @@ def test_signal_in_evaluation_is_answered_after_it(part, finished, folder, monke
 
 
 def test_two_processes_stop_together_and_resume(folder):
-    flags = [*FLAGS[:4], "--batch-size", "4", "--accum", "2", "--width", "8"]
+    flags = [*FLAGS[:2], "--batch-size", "4", "--accum", "2", "--width", "8"]
     status, out, err = run_program(*flags, "--out", "straight", cwd=folder, ranks=2)
     assert status == 0, err
     # One rank alone gets the signal, in step 6; both must stop after the same step, one later, when the other has heard.
@@ -269,10 +269,11 @@ def test_what_is_not_a_checkpoint_is_one_line(flag, folder, capfd):
     }
     for name, content in broken.items():
         (folder / name).write_bytes(content)
-        line = fails(capfd, flag, name, "--data-dir", "data")
+        line = fails(capfd, flag, name)
         assert name in line and (name != "bit.pt" or "checksum" in line)
-    for name in ("absent.pt", "data"):
-        assert name in fails(capfd, flag, name, "--data-dir", "data")
+    (folder / "folder").mkdir()
+    for name in ("absent.pt", "folder"):
+        assert name in fails(capfd, flag, name)
 
 
 def test_another_structure_is_an_error_with_keys_and_shapes(folder, capfd):
@@ -281,21 +282,26 @@ def test_another_structure_is_an_error_with_keys_and_shapes(folder, capfd):
     assert "conv1.weight" in line and "[8, 1, 3, 3]" in line and "[16, 1, 3, 3]" in line
 
 
-def test_other_data_is_an_error(folder, capfd):
+def test_other_data_is_an_error(folder, monkeypatch, capfd):
     straight("--epochs", "1")
-    line = fails(capfd, "--resume", "straight/last.pt", "--dataset", "sample")
-    assert "'MNIST'" in line and "'sample'" in line and "55" in line and "3667" in line
+    small_data(monkeypatch, 72)
+    line = fails(capfd, "--resume", "straight/last.pt")
+    assert "'small'" in line and "'train': 55" in line and "'train': 66" in line
 
 
 @pytest.mark.parametrize("kind", ["images", "labels"])
-def test_other_pictures_of_the_same_number_are_an_error(kind, folder, capfd):
+def test_other_pictures_of_the_same_number_are_an_error(kind, folder, monkeypatch, capfd):
     straight("--epochs", "1")
-    file = next((folder / "data/MNIST/raw").glob(f"train-{kind}*"))
-    content = bytearray(file.read_bytes())
-    content[-1] = (content[-1] + 1) % 10
-    file.write_bytes(content)
+
+    def one_changed(*args):
+        (images, labels), test_part, about = load_small(60, 20, *args)
+        changed = images if kind == "images" else labels
+        changed.view(-1)[-1] = (changed.view(-1)[-1] + 1) % 10
+        return (images, labels), test_part, data.describe(images, labels, about["classes"], about["name"], about["items"])
+
+    monkeypatch.setattr(data, "load_dataset", one_changed)
     line = fails(capfd, "--resume", "straight/last.pt", "--epochs", "2")
-    assert "pictures or labels of MNIST are not those" in line
+    assert "pictures or labels of small are not those" in line
 
 
 def test_all_hyperparameters_given_at_a_resume_reach_the_optimizer(folder, capfd):
@@ -313,7 +319,7 @@ def test_all_hyperparameters_given_at_a_resume_reach_the_optimizer(folder, capfd
 def test_weights_alone_cannot_be_resumed_but_can_begin(folder, capfd):
     straight("--epochs", "1")
     utils.save_checkpoint("weights.pt", {"model": utils.load_checkpoint("straight/last.pt")["model"]})
-    assert "--init" in fails(capfd, "--resume", "weights.pt", "--data-dir", "data", "--width", "8")
+    assert "--init" in fails(capfd, "--resume", "weights.pt", "--width", "8")
     train.main([*FLAGS, "--init", "weights.pt", "--out", "begun", "--epochs", "1"])
     assert "took conv1.weight" in capfd.readouterr().out
 
@@ -344,7 +350,7 @@ def test_resume_into_another_folder_takes_the_best_along(folder):
 def test_other_windows_in_mid_epoch_train_on_all_that_is_left(flags, folder, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(utils, "lr_at", signal_in_step(2))
-        train.main([*FLAGS[:4], "--batch-size", "5", "--accum", "1", "--width", "8", "--out", "run"])
+        train.main([*FLAGS[:2], "--batch-size", "5", "--accum", "1", "--width", "8", "--out", "run"])
     seen, train_one_epoch = [], train.train_one_epoch
     monkeypatch.setattr(train, "train_one_epoch", lambda *args: seen.append(train_one_epoch(*args)) or seen[-1])
     train.main(["--resume", "run/last.pt", *flags.split()])
@@ -369,41 +375,54 @@ def test_load_matching_takes_what_fits_and_reports():
 
 def test_init_that_fits_nowhere_is_an_error(folder, capfd):
     utils.save_checkpoint("other.pt", {"model": {"layer.weight": torch.zeros(3)}})
-    assert "only 0 of 421,642 parameters" in fails(capfd, "--init", "other.pt", "--data-dir", "data")
+    assert "only 0 of 421,642 parameters" in fails(capfd, "--init", "other.pt")
     straight("--epochs", "1")
-    narrow = ["--init", "straight/best.pt", "--data-dir", "data", "--width", "9", "--dry-run"]
+    narrow = ["--init", "straight/best.pt", "--width", "9", "--dry-run"]
     assert "--width" in fails(capfd, *narrow)  # the last bias fits, and nothing else
     train.main([*narrow, "--force"])
     assert "took fc2.bias; left" in capfd.readouterr().out
 
 
-def test_evaluate_gives_the_best_logged_value_and_the_confusion(folder, capfd):
+def test_evaluate_gives_the_best_logged_value_and_the_confusion(folder, monkeypatch, capfd):
     straight()
     facts = __import__("json").loads((folder / "straight/run.json").read_text())
     capfd.readouterr()
     train.main(["--evaluate", "straight/best.pt"])
     out = capfd.readouterr().out
     print(out)
-    assert f"test accuracy {100 * facts['test_accuracy']:.2f} % (MNIST, 20 digits), loss {facts['test_loss']:.4f}" in out
+    assert f"test accuracy {100 * facts['test_accuracy']:.2f} % (small, 20 pictures), loss {facts['test_loss']:.4f}" in out
     table = [line.split() for line in out.splitlines()[:11]]
     assert table[0] == [*"0123456789", "right"] and [row[0] for row in table[1:]] == list("0123456789")
     counts = torch.tensor([[0 if cell == "." else int(cell) for cell in row[1:11]] for row in table[1:]])
-    labels = data.load_mnist("data", train=False)[1]
+    labels = data.load_dataset()[1][1]
     assert torch.equal(counts.sum(1), labels.bincount(minlength=10))  # a row is a true class
     assert counts.diag().sum().item() == round(20 * facts["test_accuracy"])
-    train.main(["--evaluate", "straight/best.pt", "--dataset", "sample"])
-    out = capfd.readouterr().out
-    assert "(sample, 1,000 digits)" in out and "trained on MNIST, evaluated on sample" in out
 
 
-def test_evaluate_and_export_read_no_training_images(folder, capfd):
+def test_evaluate_on_another_data_set_says_so(folder, monkeypatch, capfd):
     straight("--epochs", "1")
+    capfd.readouterr()
+
+    def another(*args):
+        *parts, about = load_small(60, 30, *args)
+        return *parts, {**about, "name": "another"}
+
+    monkeypatch.setattr(data, "load_dataset", another)
+    train.main(["--evaluate", "straight/best.pt"])
+    out = capfd.readouterr().out
+    assert "(another, 30 pictures)" in out and "trained on small, evaluated on another" in out
+
+
+def test_evaluate_and_export_read_no_training_images(tmp_path, monkeypatch, capfd):
+    write_mnist(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    straight("--epochs", "1", "--data-dir", "data")
     expected = utils.load_checkpoint("straight/last.pt")["test"]["loss"]
     for file in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"):
-        (folder / "data/MNIST/raw" / file).write_bytes(b"not to be read")
+        (tmp_path / "data/MNIST/raw" / file).write_bytes(b"not to be read")
     train.main(["--evaluate", "straight/best.pt"])
     assert f"loss {expected:.4f}" in capfd.readouterr().out
-    for path in (folder / "data/MNIST/raw").iterdir():
+    for path in (tmp_path / "data/MNIST/raw").iterdir():
         path.write_bytes(b"")
     train.main(["--export", "straight/best.pt"])
     assert "best.int8.pt" in capfd.readouterr().out
