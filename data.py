@@ -210,7 +210,7 @@ def describe(images, labels, classes, name, items):
     of a byte occurs: the mean is then a sum of 256 terms, and exact.
 
     images, labels  of the training part: uint8 (N, C, H, W), (N,)
-    classes         list of K names
+    classes         list of K names; of a regression, the names of what is predicted
     name, items     str: the data set's name, and what one calls its pictures, such as "digits"
     returns         dict of name, items, classes, shape [C, H, W], mean and std (lists of C floats),
                     and checksum, a str that changes if a training pixel or label does: by it a

@@ -98,7 +98,7 @@ def collate_for_attention(args, about):
 
 
 # By the name that --model takes: how the network is built, what feeds it, the defaults of its
-# arguments, and the flags that have a meaning for it alone.
+# arguments, and, if there are any, the flags that have a meaning for it alone.
 NETWORKS = {
     "cnn": {
         "build": build_cnn,
@@ -708,7 +708,7 @@ def without_effect(args):
     """
     lines = []
     for name, network in NETWORKS.items():
-        for flag in network["flags"]:
+        for flag in network.get("flags", ()):
             if name != args.model and flag in args.given:
                 lines.append(f"--{flag.replace('_', '-')}: has no effect with --model {args.model}")
     if args.model == "cnn" and "sync_bn" in args.given and args.norm != "batch":
@@ -965,8 +965,12 @@ def announce(args, model, about, split, device, world_size, steps, epochs, folde
 
 def write_tables(folder, args, state, split, device, world_size, parameters):
     """metrics.csv and run.json: what it takes to repeat the run and to compare it. Needs: utils."""
-    test = state["test"] or {"accuracy": None, "loss": None}
-    best = state["best"] or {}
+    figures = {}
+    for name, value in state["best"].items():
+        if name.startswith("val_"):
+            figures[name] = value
+            name = name.removeprefix("val_")
+            figures[f"test_{name}"] = state["test"][name] if state["test"] else None
     utils.write_csv(folder / "metrics.csv", state["metrics"])
     utils.write_json(
         folder / "run.json",
@@ -979,8 +983,7 @@ def write_tables(folder, args, state, split, device, world_size, parameters):
             "parameters": parameters,
             "epochs_done": len(state["metrics"]),
             "train_seconds": sum(row["seconds"] for row in state["metrics"]),
-            "val_accuracy": best.get("val_accuracy"),
-            **{f"test_{key}": value for key, value in test.items()},
+            **figures,
         },
     )
 
@@ -999,7 +1002,8 @@ def validate(state, model, val_loader, device, amp):
         row.update({f"val_{name}": value for name, value in result.items()})
         better = not state["best"] or quality(row) > quality(state["best"])
     else:
-        row.update({"val_loss": None, "val_accuracy": None})
+        for name in [name for name in row if name.startswith("train_")]:
+            row[name.replace("train_", "val_", 1)] = None
     state["drops"], state["stale"] = utils.drop_on_plateau(state["drops"], state["stale"], better)
     state["metrics"].append(row)
     state["row"] = None
@@ -1223,8 +1227,10 @@ def evaluate_checkpoint(args, checkpoint, device, rank, world_size, log):
         test_set, NETWORKS[args.model]["collate"](args, about), rank, world_size, device
     )
 
-    result = evaluate(model, loader, device, args.amp, len(about["classes"]))
-    if about["classes"]:
+    # A regression has no classes that could be taken for each other.
+    classes = 0 if test_set.labels.is_floating_point() else len(about["classes"])
+    result = evaluate(model, loader, device, args.amp, classes)
+    if classes:
         log(utils.confusion_table(result["confusion"], about["classes"]))
     bits = f", weights of {args.quant_bits} bits" if args.quant_bits else ""
     report(result, here, {"test": len(test_set)}, args.evaluate + bits, log)
