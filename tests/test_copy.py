@@ -340,6 +340,26 @@ def test_lifted_alone_it_runs(module, name, tmp_path):
     assert RUNS[f"{module.__name__}.{name}"](namespace[name], tmp_path)
 
 
+def test_a_network_of_torchvision_is_quantized():
+    """All 21 layers of a ResNet-18: each weight becomes what rounding it by hand gives, and so does the answer."""
+    from torchvision.models import resnet18
+
+    torch.manual_seed(0)
+    network, by_hand = resnet18(num_classes=10).eval(), resnet18(num_classes=10).eval()
+    by_hand.load_state_dict(network.state_dict())
+    model.quantize(network, bits=4)
+    layers = [layer for layer in network.modules() if isinstance(layer, model.QuantWeight)]
+    for layer in by_hand.modules():
+        if isinstance(layer, (torch.nn.Conv2d, torch.nn.Linear)):
+            rows = layer.weight.data.flatten(1)  # (output channels, the rest)
+            scale = rows.abs().amax(1, keepdim=True) / 7
+            rows.copy_((rows / scale).round().clamp(-7, 7) * scale)
+    images = torch.rand(2, 3, 32, 32)
+    assert len(layers) == 21 and torch.equal(network(images), by_hand(images))
+    network.train()(images).sum().backward()
+    assert all(parameter.grad is not None for parameter in network.parameters())
+
+
 @pytest.mark.parametrize("module, words", [
     ("data", ["torch.uint8 (4000, 1, 28, 28)", "@@@"]), ("model", ["421,642", "(2, 64, 14, 14)"]), ("utils", ["cosine", "###"]),
 ])
