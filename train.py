@@ -136,18 +136,32 @@ def loss_and_metrics(outputs, targets, label_smoothing=0.0):
     """What is minimized and what is reported, in training and in evaluation: this function alone
     decides it.
 
-    It returns sums over the samples, never means. Sums of batches, of windows and of processes add
-    up to the sum over all samples, and one division at the end gives the mean, however unequal the
-    batches were:
+    The network answers with a number for each class, its logits. Softmax makes probabilities of
+    them, and the loss of a sample is -log(probability of the true class), the cross-entropy:
+
+        logits [2.0, 1.0, -1.0]   softmax [0.71, 0.26, 0.04]
+        the true class is the first: loss 0.35; the last: loss 3.35
+
+    It is small where the network is right and sure, and grows without bound where it is sure and
+    wrong. cross_entropy takes the logits themselves. A softmax of your own before it would be
+    applied twice, and the network would learn slowly, without an error.
+
+    Label smoothing asks for 0.955 and 0.005s in place of 1 and 0s (with 0.05 and 10 classes), so
+    that no logit has to run to infinity to satisfy it. It is a means of training: evaluation has
+    none.
+
+    Returned are sums over the samples, never means. Sums of batches, of windows and of processes
+    add up to the sum over all samples, and one division at the end gives the mean, however unequal
+    the batches were:
 
         batches of 4, 4 and 2 samples with 4, 4 and 0 right: 8 / 10 = 0.8   mean of means: 0.667
 
     outputs  logits float (B, K), as the network returns them
     targets  classes int64 (B,)
+    label_smoothing  this fraction of each target is given to all classes alike
     returns  (sum of the losses, count_samples(targets), {name of a metric: its sum}), the sums as
              tensors
-    label_smoothing gives this fraction of each target to all classes alike; evaluation has none.
-    Needs: count_samples, F.
+    Szegedy et al. 2016 (label smoothing). Needs: count_samples, F.
     """
     logits = outputs.float()  # a softmax in 16 bits is off in the third digit
     loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing)
@@ -174,15 +188,16 @@ def in_words(metrics):
 
 
 def new_state(total_steps=math.inf):
-    """Where a run is that has not begun. With model, optimizer, scaler and generators it is all
-    that counts but time.
+    """Where a run is that has not begun: what somebody would have to know, beside model, optimizer,
+    scaler and generators, to go on from here as if nothing had happened.
 
-    A fork adds what it needs: every key is saved and restored. Needs: math.
+    A loop that keeps these in local variables cannot be resumed in the middle. So they are all in
+    one dict. A fork adds what it needs: every key is saved and restored. Needs: math.
     """
     return {
         "epoch": 0,  # epochs that are trained
         "batch": 0,  # batches of the current epoch that are done, on each rank
-        "step": 0,  # steps that the optimizer has taken
+        "step": 0,  # steps that the optimizer has taken: the learning rate is a function of it
         "skipped": 0,  # steps that it has not taken, because a gradient had overflowed in fp16
         "skipped_in_a_row": 0,
         "total_steps": total_steps,
@@ -221,8 +236,9 @@ def backward_window(model, window, count, scaler, args, device, teacher=None):
     """Adds up the gradient of the mean loss over a window, a list of batches that together make one
     step.
 
-    Four batches of 64 in a window take the step of one batch of 256, in the memory of 64. For that
-    each sample has to count alike. Per-sample gradients 1, 2 and 6, in batches of two and one:
+    Four batches of 64 in a window take the step of one batch of 256, in the memory of 64: each
+    backward pass adds its gradient to the one that is there (`.grad` is a sum until zero_grad). For
+    that each sample has to count alike. Per-sample gradients 1, 2 and 6, in batches of two and one:
 
         mean of batch means          ((1 + 2) / 2 + 6 / 1) / 2 = 3.75   the third counts double
         sum / samples of the window  (1 + 2) / 3 + 6 / 3       = 3.0    as one batch of three
@@ -230,12 +246,20 @@ def backward_window(model, window, count, scaler, args, device, teacher=None):
     So the loss of each batch is a sum, and is divided by the number of samples of the whole window,
     which has to be known before the first backward pass.
 
+    Several processes have a window each, and the gradients are averaged over them (an all-reduce).
+    DDP does that within a backward pass, as soon as a gradient is complete. In a window of four
+    batches only the last sum is complete, so the first three passes run under no_sync:
+
+        rank 0   backward   backward   backward   backward + all-reduce
+        rank 1   backward   backward   backward   backward + all-reduce
+
     window   list of (inputs, targets, real): only the first `real` samples count, the rest is
              padding of the sampler
     count    samples of the window; in several processes the mean of their counts, because DDP
              takes the mean over ranks
-    teacher  a network in evaluation mode whose answers are targets, too; then inputs are a pair
-             (ours, the teacher's)
+    args     amp, label_smoothing
+    teacher  a network in evaluation mode whose answers are targets, too (see utils.distillation);
+             then inputs are a pair (ours, the teacher's)
     returns  {"loss" or name of a metric: sum over the window's samples}, tensors on the device
     Needs: count_samples, loss_and_metrics; autocast, distillation and to_device of utils;
     nullcontext, torch.
@@ -246,12 +270,10 @@ def backward_window(model, window, count, scaler, args, device, teacher=None):
         teacher_inputs = None
         if teacher:
             inputs, teacher_inputs = inputs
-        # Processes add up their gradients in the backward pass of the window's last batch, once for
-        # all of them.
-        exchange = nullcontext()
+        all_reduce = nullcontext()
         if position < len(window) - 1 and hasattr(model, "no_sync"):
-            exchange = model.no_sync()
-        with exchange:
+            all_reduce = model.no_sync()  # not yet
+        with all_reduce:
             with utils.autocast(device, args.amp):
                 outputs = model(inputs)
             if real < count_samples(targets):
@@ -287,10 +309,13 @@ def optimizer_step(model, optimizer, scaler, lr_factor, clip=0.0):
     utils.set_lr(optimizer, lr_factor)
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
-    before = scaler.get_scale()  # in fp16 this waits for the device; otherwise it is a constant
     scaler.step(optimizer)
     scaler.update()
-    taken = scaler.get_scale() >= before  # it is lowered after a skipped step, and only then
+    taken = True
+    if scaler.is_enabled():
+        # One value that is not finite makes the norm so. To look at it waits for the device, which
+        # only fp16 has to do: nobody else skips a step.
+        taken = bool(norm.isfinite())
     return norm, taken
 
 
@@ -336,27 +361,22 @@ def draw_window(batches, accum, padding):
     return window
 
 
-def means(sums, epoch):
-    """Means of what train_one_epoch sums up: {"loss", metrics..., "grad_norm"}. UserError if loss
-    or norm is not finite.
+def samples_of_ranks(window, last, epoch):
+    """How many samples the window has here, and the mean of that over all ranks. UserError if all
+    have none. Needs: UserError and gather_over_ranks of utils.
 
-    Needs: UserError of utils, math.
+    Ranks have equally many samples until the last window of the epoch, so they talk about it then
+    alone.
     """
-    loss, norm = sums["loss"].item(), sums["grad_norm"].item()  # here the host waits for the device
-    if not math.isfinite(loss + norm):
-        step = sums["finite_steps"].item() + 1
+    own = sum(real for _, _, real in window)
+    counts = [own]
+    if last:
+        counts = utils.gather_over_ranks(own)
+    if not sum(counts):
         raise utils.UserError(
-            f"epoch {epoch + 1}, step {step:.0f}: loss or gradient is not finite "
-            f"(sums {loss:g}, {norm:g}); "
-            "look at the data of this step, or lower --lr"
+            f"epoch {epoch + 1}: a window without a sample; the loader has fewer than it says"
         )
-    kinds = ("grad_norm", "steps", "samples", "finite_steps")
-    result = {
-        name: value.item() / max(1.0, sums["samples"].item())
-        for name, value in sums.items()
-        if name not in kinds
-    }
-    return {**result, "grad_norm": norm / max(1.0, sums["steps"].item())}
+    return own, sum(counts) / len(counts)
 
 
 def train_one_epoch(
@@ -365,28 +385,41 @@ def train_one_epoch(
     """Trains for one epoch, or for what a stop has left of it, and returns a row of metrics as a
     dict.
 
+    An epoch shows every sample of the loader to the network once. It is a loop over windows, and
+    each window is the same five things:
+
+        draw_window      the next batches; how many samples they have is known now
+        backward_window  forward and backward pass: the gradient of the mean loss over the window
+        lr_at            how large a step may be at this point of the run
+        optimizer_step   clips the gradient and moves the weights
+        record           adds loss and metrics to the sums of the epoch
+
+    Between two windows all that the run is lies in model, optimizer, scaler, generators and
+    `state`. That is the place where it can be saved and stopped: after_step is called there.
+
+    The gradient is set to None before each window, not after the step: whoever looks at `.grad`
+    after the step finds the one that moved the weights.
+
     loader      batches as split_batch takes them; its dataset and sampler may be of any kind
     scaler      torch.amp.GradScaler; for all but fp16 a disabled one, which does nothing
     state       dict of where the run is, your own keys included; missing ones come from new_state.
-                It is up to date whenever after_step() is called and can be saved there. At the end
-                it stands at the next epoch
+                At the end it stands at the next epoch
     args        accum, warmup, schedule, label_smoothing, clip, amp
     log         takes a line of progress about every fifth second, on a terminal five times a second
     teacher     see backward_window
     UserError, with epoch and step, if loss or gradient is not finite, if fp16 never finds a scale,
     or if there is nothing to train on.
-    Needs: backward_window, begin_epoch, draw_window, means, new_state, optimizer_step,
-    progress_line, record; UserError, gather_over_ranks, lr_at, sum_over_ranks and to_device of
-    utils; math, sys, time, torch.
+    Needs: backward_window, begin_epoch, draw_window, end_of_epoch, new_state, optimizer_step,
+    progress_line, record, samples_of_ranks; UserError, lr_at and to_device of utils; math, sys,
+    time, torch.
     """
     for key, value in new_state().items():
         state.setdefault(key, value)
     model.train()
-    epoch, done = state["epoch"], state["batch"]
     batches = begin_epoch(loader, state)
     padding = getattr(loader.sampler, "padding", 0) or getattr(loader.dataset, "padding", 0)
-    windows = math.ceil((len(loader) - done) / args.accum)
-    if not windows and not done:
+    windows = math.ceil((len(loader) - state["batch"]) / args.accum)
+    if not windows and not state["batch"]:
         raise utils.UserError("nothing to train on: the loader has no batch")
     if state["this_rank"] is not None:  # what a stop has left of the epoch's sums
         state["this_rank"] = utils.to_device(state["this_rank"], device)
@@ -398,26 +431,17 @@ def train_one_epoch(
         last = index == windows - 1
         window = draw_window(batches, args.accum, padding if last else 0)
         waited += time.perf_counter() - before
-        own_count = sum(real for _, _, real in window)
-        counts = [own_count]
-        if last:  # before the last window all ranks have the same number of samples
-            counts = utils.gather_over_ranks(own_count)
-        if not sum(counts):
-            raise utils.UserError(
-                f"epoch {epoch + 1}: a window without a sample; the loader has fewer than it says"
-            )
-        seen += own_count
+        count, mean_count = samples_of_ranks(window, last, state["epoch"])
+        seen += count
 
         optimizer.zero_grad(set_to_none=True)
-        sums = backward_window(
-            model, window, sum(counts) / len(counts), scaler, args, device, teacher
-        )
+        sums = backward_window(model, window, mean_count, scaler, args, device, teacher)
         factor = utils.lr_at(
             state["step"], state["total_steps"], args.warmup, args.schedule, state["drops"]
         )
         norm, taken = optimizer_step(model, optimizer, scaler, factor, args.clip)
         state["batch"] += len(window)
-        record(state, sums, own_count, norm, taken, scaler)
+        record(state, sums, count, norm, taken, scaler)
 
         now = time.perf_counter()
         if now - printed > (0.2 if sys.stdout.isatty() else 5.0):
@@ -426,51 +450,33 @@ def train_one_epoch(
         if after_step:
             after_step()
 
-    # Before the sums of the ranks are added up: the step that an error names is this rank's.
-    means(state["this_rank"], epoch)
-    seconds = time.perf_counter() - started  # since the resume, if there was one in this epoch
-    totals = {
-        name: utils.sum_over_ranks(value.clone()) for name, value in state["this_rank"].items()
-    }
-    averages = means(totals, epoch)
-    norm = averages.pop("grad_norm")
-    row = {f"train_{name}": value for name, value in averages.items()}
-    state.update(epoch=epoch + 1, batch=0, this_rank=None)
-    return {
-        "epoch": epoch + 1,
-        "step": state["step"],
-        "skipped": state["skipped"],
-        "lr": optimizer.param_groups[0]["lr"],
-        **row,
-        "grad_norm": norm,
-        "seconds": seconds,
-        "waiting": waited / max(seconds, 1e-9),
-        "images_per_second": sum(utils.gather_over_ranks(seen)) / max(seconds, 1e-9),
-    }
+    return end_of_epoch(state, time.perf_counter() - started, waited, seen, optimizer)
 
 
 def record(state, sums, count, norm, taken, scaler):
     """Adds a step to the sums of the epoch and to the counters of the run. Needs: UserError of
     utils, torch.
 
-    NaN and infinity stay in a sum, so finite_steps stops counting at the first of them, and looking
-    at it can wait for the next line that is printed. .item(), print(loss) and `if loss > x` halt a
-    loop that runs ahead of the GPU.
+    A GPU works off what Python asks of it a little later. Whoever reads a number of it, by
+    loss.item(), print(loss) or `if loss > x`, waits until all that was asked before is done, and
+    then the GPU waits for Python. So loss, metrics and norm are added up on the device, by one
+    addition for all of them, and are read when a line is printed. NaN and infinity stay in a sum:
+    finite_steps stops counting at the first of them, so that it can be named later.
     """
-    device = norm.device
-    kind = torch.float32 if device.type == "mps" else torch.float64
-    zero = torch.zeros((), dtype=kind, device=device)
+    kind = torch.float32 if norm.device.type == "mps" else torch.float64  # mps has no float64
+    step = torch.stack([value.to(kind) for value in [*sums.values(), norm]])
+    if not taken:
+        step[-1] = 0  # the norm of a step that was not taken, infinite
     if state["this_rank"] is None:
-        names = [*sums, "grad_norm", "steps", "samples", "finite_steps"]
-        state["this_rank"] = {name: zero.clone() for name in names}
+        zeros = torch.zeros_like(step)
+        names = [*sums, "grad_norm"]
+        state["this_rank"] = {"names": names, "sums": zeros, "finite_steps": zeros[0].clone()}
+        state["this_rank"].update({"samples": 0, "steps": 0})
     totals = state["this_rank"]
-    for name, value in sums.items():
-        totals[name] += value
+    totals["sums"] += step
+    totals["finite_steps"] += totals["sums"].isfinite().all()
     totals["samples"] += count
-    if taken:
-        totals["grad_norm"] += norm
-        totals["steps"] += 1
-    totals["finite_steps"] += torch.isfinite(totals["loss"] + totals["grad_norm"])
+    totals["steps"] += int(taken)
 
     state["step"] += int(taken)  # a skipped step does not advance the schedule
     state["skipped"] += int(not taken)
@@ -481,6 +487,52 @@ def record(state, sums, count, norm, taken, scaler):
             f"scale {scaler.get_scale():g}; "
             "the gradient itself is not finite: look at the data, lower --lr, or take --amp off"
         )
+
+
+def means(totals, epoch):
+    """Means of what `record` has summed up: {"loss", metrics..., "grad_norm"}. UserError, with
+    epoch and step, if loss or norm is not finite. Needs: UserError of utils, math.
+    """
+    sums = dict(zip(totals["names"], totals["sums"].tolist()))  # here the host waits for the device
+    norm = sums.pop("grad_norm")
+    if not math.isfinite(sums["loss"] + norm):
+        step = int(totals["finite_steps"]) + 1
+        raise utils.UserError(
+            f"epoch {epoch + 1}, step {step}: loss or gradient is not finite "
+            f"(loss sum {sums['loss']}, gradient norms {norm}); lower --lr or look at the data"
+        )
+    averages = {name: value / max(1, totals["samples"]) for name, value in sums.items()}
+    return {**averages, "grad_norm": norm / max(1, totals["steps"])}
+
+
+def end_of_epoch(state, seconds, waited, seen, optimizer):
+    """Moves `state` to the next epoch and returns the row of metrics of the one that has ended,
+    over the samples of all ranks.
+
+    seconds  since the epoch began, or since the resume; `waited` of them for data
+    seen     samples of this rank in these seconds
+    Needs: means; gather_over_ranks and sum_over_ranks of utils; torch.
+    """
+    own = state["this_rank"]
+    # Looked at before the ranks are added up: the step that an error names is this rank's.
+    means(own, state["epoch"])
+    counts = own["sums"].new_tensor([own["samples"], own["steps"]])
+    *sums, samples, steps = utils.sum_over_ranks(torch.cat([own["sums"], counts]))
+    totals = {**own, "sums": torch.stack(sums), "samples": samples.item(), "steps": steps.item()}
+    averages = means(totals, state["epoch"])
+    norm = averages.pop("grad_norm")
+    state.update(epoch=state["epoch"] + 1, batch=0, this_rank=None)
+    return {
+        "epoch": state["epoch"],
+        "step": state["step"],
+        "skipped": state["skipped"],
+        "lr": optimizer.param_groups[0]["lr"],
+        **{f"train_{name}": value for name, value in averages.items()},
+        "grad_norm": norm,
+        "seconds": seconds,
+        "waiting": waited / max(seconds, 1e-9),
+        "images_per_second": sum(utils.gather_over_ranks(seen)) / max(seconds, 1e-9),
+    }
 
 
 def progress_line(state, index, windows, passed, seen, optimizer):
@@ -498,17 +550,24 @@ def progress_line(state, index, windows, passed, seen, optimizer):
     )
 
 
-# no_grad keeps no graph. eval() is another thing, it turns dropout off: evaluation needs both.
 @torch.no_grad()
 def evaluate(model, loader, device, amp="off", classes=0):
     """Means of loss and metrics over the samples of all ranks, as a dict with "samples", their
     number.
 
-    With `classes` K it also returns "confusion", int64 (K, K): how often class i (row) was taken
-    for class j (column). Ranks bring different samples, none twice; a rank may bring none. The
-    model is left in the mode in which it came. UserError if there is no sample or the loss is not
-    finite. Needs: loss_and_metrics, split_batch; UserError, autocast, gather_over_ranks,
-    sum_over_ranks and to_device of utils; math, torch.
+    Two switches are needed, and neither does the work of the other:
+
+        model.eval()   layers behave as in use: no dropout, batch norm takes its running means
+        no_grad()      no activations are kept for a backward pass that will not come
+
+    Without the first the figures are those of a crippled network; without the second they are
+    right, and memory is wasted. Afterwards the model is in the mode in which it came.
+
+    classes  K: also return "confusion", int64 (K, K): how often class i (row) was taken for class j
+             (column). 0: do not
+    Ranks bring different samples, none twice; a rank may bring none. UserError if there is no
+    sample at all, or if the loss is not finite. Needs: loss_and_metrics, split_batch; UserError,
+    autocast, gather_over_ranks, sum_over_ranks and to_device of utils; math, torch.
     """
     training = model.training
     model.eval()
@@ -518,14 +577,14 @@ def evaluate(model, loader, device, amp="off", classes=0):
         inputs, targets = utils.to_device(split_batch(batch), device)
         with utils.autocast(device, amp):
             outputs = model(inputs)
-        # Without label smoothing, which is a means of training.
         loss, count, metrics = loss_and_metrics(outputs, targets)
         for name, value in {"loss": loss, **metrics}.items():
             sums[name] = sums.get(name, 0) + value
         samples += count
         if classes:
-            cells = targets * classes + outputs.argmax(1)
-            confusion += torch.bincount(cells, minlength=classes * classes)
+            # The matrix as one row. (bincount would wait for the device, to find the largest cell.)
+            cells = targets * classes + outputs.argmax(1)  # (B,)
+            confusion.index_add_(0, cells, torch.ones_like(cells))
     model.train(training)
 
     ranks = utils.gather_over_ranks((samples, {name: value.item() for name, value in sums.items()}))
@@ -667,7 +726,11 @@ def parse_args(argv=None, stored=None):
     program with one line and status 2. Needs: NETWORKS, ONCE, build_parser, argparse.
     """
     parser = build_parser()
-    parser.error = lambda message: parser.exit(2, f"train.py: error: {message} (see --help)\n")
+
+    def error_in_one_line(message):  # argparse would print the usage of all flags before it
+        parser.exit(2, f"train.py: error: {message} (see --help)\n")
+
+    parser.error = error_in_one_line
     names = vars(parser.parse_args([])).keys()
     # argparse sets a default only where there is no value yet: what is not None here was given.
     blank = argparse.Namespace(**dict.fromkeys(names))
@@ -758,12 +821,19 @@ def check_same_kind(path, theirs, ours):
             )
 
 
-def load_training_data(args, rank, world_size, log):
+def load_training_data(args, log):
     """Returns (training set, validation set, test set, about, split) for the arguments.
 
-    about  what the data set is, see data.describe; split  which part of it is used for what
-    Needs: most_samples; once_per_machine of utils; data, Path, torch.
+    Three parts, for three questions. The training set is what the weights are fitted to. The
+    validation set says which epoch was the best, and which flags are. The test set says how good
+    the one that was chosen is, on pictures that have had no part in any choice; so it is read once,
+    at the end.
+
+    about  what the data set is, see data.describe
+    split  which part of it is used for what: {"name", "train", "val", "test", "seed", "stream"}
+    Needs: most_samples; once_per_machine and rank_and_world_size of utils; data, Path, torch.
     """
+    rank, world_size = utils.rank_and_world_size()
     train_part, test_part, about = data.load_dataset(
         args.dataset, args.data_dir, True, utils.once_per_machine, log
     )
@@ -792,21 +862,55 @@ def load_training_data(args, rank, world_size, log):
     return train_set, val_set, test_set, about, split
 
 
-def evaluation_loader(dataset, collate, rank, world_size, device):
-    """A loader that deals each sample of `dataset` to one rank. Needs: make_loader of data.
+def evaluation_loader(dataset, collate, device):
+    """A loader that deals each sample of `dataset` to one rank: rank 1 of 3 has samples 1, 4, 7 ...
 
     A DistributedSampler would repeat some to make the ranks equal, and these would count twice.
+    Needs: make_loader of data, rank_and_world_size of utils.
     """
+    rank, world_size = utils.rank_and_world_size()
     indices = range(rank, len(dataset), world_size)
     return data.make_loader(dataset, 500, indices, 0, device.type == "cuda", collate=collate)
 
 
-def load_teacher(args, about):
-    """Returns (the network of --teacher in evaluation mode, its collate), or (None, None).
+def make_loaders(args, train_set, val_set, test_set, about, teacher_collate, device):
+    """The loaders of training, validation and test. They differ: the training is shuffled, anew in
+    each epoch, and augmented; the other two are neither, so that two evaluations of the same
+    weights agree.
 
-    It may be any network of this program that was trained on the same kind of data. Needs:
-    NETWORKS, build_model, check_same_kind, parse_args, trained_on; load_checkpoint and
-    load_weights of utils; networks.
+    Needs: NETWORKS, collate_for_both, evaluation_loader; rank_and_world_size of utils; data,
+    partial.
+    """
+    rank, world_size = utils.rank_and_world_size()
+    collate = NETWORKS[args.model]["collate"](args, about)
+    train_collate = collate
+    if teacher_collate:
+        train_collate = partial(collate_for_both, collate=collate, teacher_collate=teacher_collate)
+    sampler = None
+    if not args.stream:
+        labels = train_set.labels if args.balanced else None
+        sampler = data.EpochSampler(len(train_set), args.seed, world_size, rank, labels)
+    train_loader = data.make_loader(
+        train_set,
+        args.batch_size,
+        sampler,
+        args.workers,
+        pin_memory=device.type == "cuda",
+        seed=data.mix(args.seed, rank),
+        collate=train_collate,
+    )
+    val_loader = evaluation_loader(val_set, collate, device)
+    return train_loader, val_loader, evaluation_loader(test_set, collate, device)
+
+
+def load_teacher(args, about, device):
+    """Returns (the network of --teacher in evaluation mode on `device`, its collate), or (None,
+    None).
+
+    It may be any network of this program that was trained on the same kind of data. It answers, and
+    does not learn: its parameters ask for no gradients. Needs: NETWORKS, build_model,
+    check_same_kind, parse_args, prepare, silent, trained_on; load_checkpoint and load_weights of
+    utils; networks.
     """
     if not args.teacher:
         return None, None
@@ -815,8 +919,8 @@ def load_teacher(args, about):
     teacher_args = parse_args([], checkpoint.get("args"))
     teacher = build_model(teacher_args, about)
     utils.load_weights(teacher, networks.unpack_weights(checkpoint["model"]), args.teacher)
-    collate = NETWORKS[teacher_args.model]["collate"](teacher_args, about)
-    return teacher.requires_grad_(False).eval(), collate
+    teacher = prepare(teacher.requires_grad_(False).eval(), args, device, silent)
+    return teacher, NETWORKS[teacher_args.model]["collate"](teacher_args, about)
 
 
 def collate_for_both(batch, collate, teacher_collate):
@@ -858,22 +962,24 @@ def title(about, split, part):
     return f"({about['name']}, {split[part]:,} {about['items']})"
 
 
+def start_command(world_size):
+    """How this program is started, in one process or in several. Needs: nothing."""
+    if world_size > 1:
+        return f"torchrun --standalone --nproc-per-node {world_size} train.py"
+    return "python train.py"
+
+
 def resume_command(folder, world_size):
-    """The command that goes on with the run in `folder`. Needs: shlex."""
-    start = f"torchrun --standalone --nproc-per-node {world_size}" if world_size > 1 else "python"
-    return f"{start} train.py --resume {shlex.quote(str(folder / 'last.pt'))}"
+    """The command that goes on with the run in `folder`. Needs: start_command, shlex."""
+    return f"{start_command(world_size)} --resume {shlex.quote(str(folder / 'last.pt'))}"
 
 
-def resume_run(
-    checkpoint, args, about, split, state, model, optimizer, scaler, device, rank, world_size, log
-):
-    """Goes on where `checkpoint` stopped, with the arguments of now. Needs: UserError, lr_at,
-    restore of utils; math.
+def check_resumable(checkpoint, path, about, split):
+    """UserError unless the checkpoint is one of a run on the same data, divided in the same way.
 
-    UserError if the data are not the same: the place in the epoch would mean nothing, and with
-    another split the network would be validated on what it was trained on.
+    With other data the place in the epoch would mean nothing, and with another split the network
+    would be validated on what it was trained on. Needs: UserError of utils.
     """
-    path = args.resume
     missing = {"args", "amp", "data", "split", "world_size"} - checkpoint.keys()
     if missing:
         raise utils.UserError(
@@ -887,18 +993,31 @@ def resume_run(
         raise utils.UserError(
             f"{path}: the pictures or labels of {about['name']} are not those it was trained on"
         )
+
+
+def resume_run(checkpoint, args, state, model, optimizer, scaler, device, log):
+    """Goes on where `checkpoint` stopped, with the arguments of now, which may be other ones.
+
+    There is little to restore. The order of an epoch is a function of seed and epoch, augmentation
+    one of seed, epoch and sample, the learning rate one of the step: three numbers bring all of it
+    back. utils.restore does the rest. What is left for this function are arguments that have
+    changed: each is said in a line, and reaches the optimizer.
+
+    Needs: rescale_place; lr_at, rank_and_world_size and restore of utils; torch.
+    """
+    rank, world_size = utils.rank_and_world_size()
     total = state["total_steps"]
     asked = [dict(group, params=None) for group in optimizer.param_groups]
-    utils.restore(checkpoint, model, optimizer, scaler, state, device, log, path)
+    utils.restore(checkpoint, model, optimizer, scaler, state, device, log, args.resume)
     for group, now in zip(optimizer.param_groups, asked):
         # Built with the arguments of now: the checkpoint's hyperparameters would win in silence.
         group.update({**now, "params": group["params"], "lr": group["lr"], "peak_lr": now["lr"]})
 
     old = {**checkpoint["args"], "amp": checkpoint["amp"]}  # as it was, not as it was asked for
     for name in sorted(vars(args).keys() & old.keys()):
-        if getattr(args, name) != old[name]:
-            now = getattr(args, name)
-            line = f"--{name.replace('_', '-')}: {old[name]} in {path}, {now} from now on"
+        now = getattr(args, name)
+        if now != old[name]:
+            line = f"--{name.replace('_', '-')}: {old[name]} in {args.resume}, {now} from now on"
             if name == "epochs" and args.schedule in ("cosine", "one-cycle", "step"):
                 before, after = (
                     args.lr * utils.lr_at(state["step"], steps, args.warmup, args.schedule)
@@ -907,44 +1026,63 @@ def resume_run(
                 line += f"; the learning rate jumps from {before:.1e} to {after:.1e}"
             log(line)
 
-    # If batches or windows have another size now, it goes on after as many samples, and in the
-    # schedule as far.
-    batch_before = old["batch_size"] * checkpoint["world_size"]
-    batch_now = args.batch_size * world_size
-    state["batch"] = math.ceil(state["batch"] * batch_before / batch_now)
-    state["step"] = round(state["step"] * batch_before * old["accum"] / (batch_now * args.accum))
     state["total_steps"] = total
+    rescale_place(
+        state,
+        old["batch_size"] * checkpoint["world_size"],
+        args.batch_size * world_size,
+        old["accum"],
+        args.accum,
+    )
     ranks = checkpoint["this_rank"]
     if state["this_rank"] is None and ranks[0] is not None:
         # There were more or fewer processes. Rank 0 takes over what was summed, the others nothing.
-        totals = {name: sum(each[name] for each in ranks) for name in ranks[0]}
-        if rank > 0:
-            totals = {name: torch.zeros_like(value) for name, value in totals.items()}
-        state["this_rank"] = totals
+        state["this_rank"] = dict(ranks[0])
+        for name in ("sums", "finite_steps", "samples", "steps"):
+            summed = sum(each[name] for each in ranks)
+            state["this_rank"][name] = summed if rank == 0 else 0 * summed
 
 
-def choose_folder(args, about, best, rank):
+def rescale_place(state, batch_before, batch_now, accum_before, accum_now):
+    """Puts `state` to the same place of epoch and schedule, counted in batches and steps of now.
+
+    Batches of all ranks together were of 256 samples and are of 64: after 10 of them the run goes
+    on with the 41st. Needs: math.
+    """
+    samples = state["batch"] * batch_before
+    state["batch"] = math.ceil(samples / batch_now)
+    samples = state["step"] * batch_before * accum_before
+    state["step"] = round(samples / (batch_now * accum_now))
+
+
+def choose_folder(args, about, state):
     """The folder of the run, on all ranks: the one that is resumed, or a new one.
 
-    A run that goes on elsewhere takes its best weights along.
-    Needs: broadcast_from_rank_0, new_folder and save_checkpoint of utils, Path.
+    The best weights of a run that goes on are read here, though they are needed at the end: if they
+    are damaged, that is better known now. A run that goes on elsewhere takes them along.
+    Needs: broadcast_from_rank_0, load_checkpoint, new_folder, rank_and_world_size and
+    save_checkpoint of utils, Path.
     """
+    best = None
     if args.resume:
         folder = Path(args.resume).parent
+        if state["best"]:
+            best = utils.load_checkpoint(folder / "best.pt")
         if Path(args.out or folder).resolve() == folder.resolve():
             return folder
     folder = None
-    if rank == 0:
+    if utils.rank_and_world_size()[0] == 0:
         folder = utils.new_folder(args.out, f"{about['name'].lower()}-{args.model}")
         if best:
             utils.save_checkpoint(folder / "best.pt", best)
     return utils.broadcast_from_rank_0(folder)
 
 
-def announce(args, model, about, split, device, world_size, steps, epochs, folder, log):
+def announce(args, model, about, split, device, steps, epochs, folder, log):
     """Says before the first step what will be done, as arithmetic that a reader can check. Needs:
-    warmup_steps of utils, networks.
+    rank_and_world_size and warmup_steps of utils, networks.
     """
+    world_size = utils.rank_and_world_size()[1]
     log(
         f"{type(model).__name__}: {networks.count_parameters(model):,} parameters; {device}, "
         f"mixed precision {args.amp}; results in {folder}"
@@ -961,31 +1099,136 @@ def announce(args, model, about, split, device, world_size, steps, epochs, folde
         f"x {epochs} epochs = {epochs * steps:,}, "
         f"{warmup} of them warm-up to lr {args.lr:g}, then {args.schedule}"
     )
+    harder = []
+    if args.label_smoothing:
+        harder.append("label smoothing")
+    if args.dropout:
+        harder.append("dropout")
+    if args.augment:
+        harder.append("augmentation")
+    if harder:
+        log(f"training figures include {', '.join(harder)}; validation and test do not")
 
 
-def write_tables(folder, args, state, split, device, world_size, parameters):
-    """metrics.csv and run.json: what it takes to repeat the run and to compare it. Needs: utils."""
-    figures = {}
-    for name, value in state["best"].items():
-        if name.startswith("val_"):
-            figures[name] = value
-            name = name.removeprefix("val_")
-            figures[f"test_{name}"] = state["test"][name] if state["test"] else None
-    utils.write_csv(folder / "metrics.csv", state["metrics"])
-    utils.write_json(
-        folder / "run.json",
-        {
-            "args": {key: value for key, value in vars(args).items() if key != "given"},
-            "versions": utils.versions(),
-            "device": str(device),
-            "world_size": world_size,
-            "dataset": split,
-            "parameters": parameters,
-            "epochs_done": len(state["metrics"]),
-            "train_seconds": sum(row["seconds"] for row in state["metrics"]),
-            **figures,
-        },
+def train(args, checkpoint, device, log):
+    """The verb of --epochs, --resume and --init: data, network, epochs, test.
+
+    With several processes each runs all of this, on its own part of every batch. DDP gives all of
+    them the weights of rank 0 in the beginning, and averages their gradients in each backward pass;
+    equal weights moved by equal gradients stay equal. So only rank 0 writes files.
+
+    Needs: all of section 4 and what it needs.
+    """
+    began = time.perf_counter()
+    train_set, val_set, test_set, about, split = load_training_data(args, log)
+    if args.schedule == "plateau" and not len(val_set):
+        raise utils.UserError("--schedule plateau: needs a validation set, see --val-size")
+    model = build_model(args, about)
+    if args.init:
+        utils.load_matching(model, checkpoint["model"], log, args.force)
+    model = prepare(model, args, device, log)
+    teacher, teacher_collate = load_teacher(args, about, device)
+    train_loader, val_loader, test_loader = make_loaders(
+        args, train_set, val_set, test_set, about, teacher_collate, device
     )
+    optimizer = utils.build_optimizer(model, args)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
+    wrapped = model
+    if dist.is_initialized():
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    epochs = 1 if args.dry_run else args.epochs
+    steps = math.ceil(len(train_loader) / args.accum)
+    state = new_state(epochs * steps)
+    if args.resume:
+        check_resumable(checkpoint, args.resume, about, split)
+        resume_run(checkpoint, args, state, model, optimizer, scaler, device, log)
+        if state["epoch"] >= epochs and state["test"]:
+            return log(f"{args.resume}: nothing to do, {state['epoch']} epochs are done")
+    folder = choose_folder(args, about, state)
+    announce(args, model, about, split, device, steps, epochs, folder, log)
+    rank, world_size = utils.rank_and_world_size()
+    described = {"args": stored_arguments(args), "amp": args.amp, "classes": about["classes"]}
+    described.update({"data": about, "split": split, "world_size": world_size})
+
+    def save(file):
+        """Writes the state of now. All ranks call it, for each has generators of its own."""
+        current = utils.snapshot(wrapped, optimizer, scaler, state, device)
+        if rank == 0:
+            utils.save_checkpoint(folder / file, {**current, **described})
+
+    signals = []
+    after_step = answer_signals(signals, state, save, args.save_every, folder, log)
+    with utils.caught_signals(signals):
+        while state["epoch"] < epochs or state["row"]:
+            if state["row"] is None:
+                progress = partial(show_progress, log, state["epoch"] + 1, epochs, about, split)
+                state["row"] = train_one_epoch(
+                    wrapped, train_loader, optimizer, scaler, state, args, device, progress,
+                    after_step, teacher
+                )
+                same_buffers(model)
+                save("last.pt")
+            if validate(state, model, val_loader, device, args.amp):
+                save("best.pt")
+            save("last.pt")
+            write_tables(folder, args, state, split, device, model)
+            log_epoch(state, epochs, about, split, log)
+
+        result = test_best(folder, model, test_loader, device, args.amp, count_classes(test_set))
+        state["test"] = {name: result[name] for name in result.keys() - {"samples", "confusion"}}
+        save("last.pt")
+        write_tables(folder, args, state, split, device, model)
+    of = f"{folder}/best.pt, of epoch {state['best']['epoch']}"
+    report(result, about, split["test"], of, log)
+    log_end(result, about, state, time.perf_counter() - began, folder, log)
+
+
+def answer_signals(signals, state, save, save_every, folder, log):
+    """The function that is called after each step: it saves when that is due, and stops when a
+    signal has come.
+
+    signals  the list that utils.caught_signals fills
+    One rank's signal stops all ranks after the same step, or they would wait for each other for
+    ever. They hear of it one step later: to wait for the slowest rank twice in each step would cost
+    a tenth of the time.
+    Needs: means, resume_command; largest_over_ranks and rank_and_world_size of utils, signal, sys.
+    """
+    answers = [utils.largest_over_ranks(signals)]
+
+    def after_step():
+        answer = answers.pop()
+        number = answer()
+        answers.append(utils.largest_over_ranks(signals))
+        due = save_every and (state["step"] + state["skipped"]) % save_every == 0
+        if number or due:
+            means(state["this_rank"], state["epoch"])  # what is not finite is not saved
+            save("last.pt")
+        if number:
+            name = signal.Signals(number).name
+            command = resume_command(folder, utils.rank_and_world_size()[1])
+            log(f"stopped by {name} after step {state['step']:,}; to go on: {command}")
+            sys.exit(128 + number)
+
+    return after_step
+
+
+def show_progress(log, epoch, epochs, about, split, line):
+    """Shows a line of train_one_epoch with the epoch before it and the data set behind it. Needs:
+    title.
+    """
+    log(f"epoch {epoch}/{epochs} {line} {title(about, split, 'train')}", over=True)
+
+
+def same_buffers(model):
+    """Gives all ranks the buffers of rank 0: the running means of batch norm, of which each has
+    seen other batches.
+
+    Needs: dist.
+    """
+    if dist.is_initialized():
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
 
 
 def validate(state, model, val_loader, device, amp):
@@ -1013,204 +1256,126 @@ def validate(state, model, val_loader, device, amp):
     return better
 
 
-def make_loaders(
-    args, train_set, val_set, test_set, about, teacher_collate, rank, world_size, device
-):
-    """The loaders of training, validation and test. Needs: NETWORKS, collate_for_both,
-    evaluation_loader, data, partial.
+def figures(row, part):
+    """Loss and metrics of a row that begin with `part`, such as "val_", without that. Needs:
+    nothing.
     """
-    collate = NETWORKS[args.model]["collate"](args, about)
-    train_collate = collate
-    if teacher_collate:
-        train_collate = partial(collate_for_both, collate=collate, teacher_collate=teacher_collate)
-    sampler = None
-    if not args.stream:
-        labels = train_set.labels if args.balanced else None
-        sampler = data.EpochSampler(len(train_set), args.seed, world_size, rank, labels)
-    seed = data.mix(args.seed, rank)
-    train_loader = data.make_loader(
-        train_set, args.batch_size, sampler, args.workers,
-        device.type == "cuda",
-        seed,
-        train_collate,
-    )
-    val_loader = evaluation_loader(val_set, collate, rank, world_size, device)
-    return train_loader, val_loader, evaluation_loader(test_set, collate, rank, world_size, device)
+    return {key.removeprefix(part): row[key] for key in row if key.startswith(part)}
 
 
-def answer_signals(signals, state, save, save_every, say_how):
-    """The function that is called after each step: it saves when that is due, and stops when a
-    signal has come.
+def log_epoch(state, epochs, about, split, log):
+    """What an epoch has come to, in one line. Needs: figures, in_words, title."""
+    row = state["metrics"][-1]
+    words = [f"epoch {row['epoch']}/{epochs}"]
+    if split["val"]:
+        words.append(f"validation {in_words(figures(row, 'val_'))} {title(about, split, 'val')}")
+        best = state["best"]
+        if best is row:
+            words.append("best so far")
+        else:
+            words.append(f"best in epoch {best['epoch']}")
+    words.append(f"training {in_words(figures(row, 'train_'))} {title(about, split, 'train')}")
+    words.append(f"lr {row['lr']:.1e}")
+    words.append(f"{row['images_per_second']:,.0f} images/s, {row['seconds']:.1f} s")
+    words.append(f"{100 * row['waiting']:.1f} % of it waiting for data")
+    if row["skipped"]:
+        words.append(f"{row['skipped']} steps skipped")
+    log("  ".join(words))
 
-    signals  the list that utils.caught_signals fills; say_how(signal's name) tells how to go on
-    One rank's signal stops all ranks after the same step, or they would wait for each other for
-    ever. They hear of it one step later: to wait for the slowest rank twice in each step would cost
-    a tenth of the time.
-    Needs: means, largest_over_ranks of utils, signal, sys.
+
+def write_tables(folder, args, state, split, device, model):
+    """metrics.csv and run.json: what it takes to repeat the run and to compare it. Rank 0 writes.
+    Needs: figures, networks, utils.
     """
-    answers = [utils.largest_over_ranks(signals)]
-
-    def after_step():
-        number = answers.pop()()
-        answers.append(utils.largest_over_ranks(signals))
-        due = save_every and (state["step"] + state["skipped"]) % save_every == 0
-        if number or due:
-            means(state["this_rank"], state["epoch"])  # what is not finite is not saved
-            save("last.pt")
-        if number:
-            say_how(signal.Signals(number).name)
-            sys.exit(128 + number)
-
-    return after_step
-
-
-def train(args, checkpoint, device, rank, world_size, log):
-    """The verb of --epochs, --resume and --init: data, network, epochs, test."""
-    train_set, val_set, test_set, about, split = load_training_data(args, rank, world_size, log)
-    if args.schedule == "plateau" and not len(val_set):
-        raise utils.UserError("--schedule plateau: needs a validation set, see --val-size")
-    model = build_model(args, about)
-    if args.init:
-        utils.load_matching(model, checkpoint["model"], log, args.force)
-    model = prepare(model, args, device, log)
-    teacher, teacher_collate = load_teacher(args, about)
-    if teacher:
-        teacher = prepare(teacher, args, device, silent)
-    train_loader, val_loader, test_loader = make_loaders(
-        args, train_set, val_set, test_set, about, teacher_collate, rank, world_size, device
+    rank, world_size = utils.rank_and_world_size()
+    if rank > 0:
+        return
+    results = {}
+    for name, value in figures(state["best"], "val_").items():
+        results[f"val_{name}"] = value
+        results[f"test_{name}"] = state["test"][name] if state["test"] else None
+    utils.write_csv(folder / "metrics.csv", state["metrics"])
+    utils.write_json(
+        folder / "run.json",
+        {
+            "args": {key: value for key, value in vars(args).items() if key != "given"},
+            "versions": utils.versions(),
+            "device": str(device),
+            "world_size": world_size,
+            "dataset": split,
+            "parameters": networks.count_parameters(model),
+            "epochs_done": len(state["metrics"]),
+            "train_seconds": sum(row["seconds"] for row in state["metrics"]),
+            **results,
+        },
     )
-    optimizer = utils.build_optimizer(model, args)
-    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-    wrapped = model
-    if dist.is_initialized():
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-    epochs = 1 if args.dry_run else args.epochs
-    steps = math.ceil(len(train_loader) / args.accum)
-    state = new_state(epochs * steps)
-    best = None
-    if args.resume:
-        resume_run(
-            checkpoint, args, about, split, state, model, optimizer, scaler, device, rank,
-            world_size, log
-        )
-        if state["epoch"] >= epochs and state["test"]:
-            return log(f"{args.resume}: nothing to do, {state['epoch']} epochs are done")
-        if state["best"]:  # damaged? better known now than after all epochs
-            best = utils.load_checkpoint(Path(args.resume).parent / "best.pt")
-    folder = choose_folder(args, about, best, rank)
-    announce(args, model, about, split, device, world_size, steps, epochs, folder, log)
-    described = {"args": stored_arguments(args), "amp": args.amp, "classes": about["classes"]}
-    described.update({"data": about, "split": split, "world_size": world_size})
-    parameters = networks.count_parameters(model)
-
-    def save(file):
-        """Writes the state of now. All ranks call it, for each has generators of its own."""
-        current = utils.snapshot(wrapped, optimizer, scaler, state, device)
-        if rank == 0:
-            utils.save_checkpoint(folder / file, {**current, **described})
-            whole_epoch = not state["batch"] and not state["row"]
-            if file == "last.pt" and whole_epoch:
-                write_tables(folder, args, state, split, device, world_size, parameters)
-
-    def say_how(name):
-        command = resume_command(folder, world_size)
-        log(f"stopped by {name} after step {state['step']:,}; to go on: {command}")
-
-    signals = []
-    after_step = answer_signals(signals, state, save, args.save_every, say_how)
-    with utils.caught_signals(signals):
-        while state["epoch"] < epochs or state["row"]:
-            if state["row"] is None:
-                name = f"epoch {state['epoch'] + 1}/{epochs}"
-                progress = partial(show_progress, log, name, title(about, split, "train"))
-                state["row"] = train_one_epoch(
-                    wrapped, train_loader, optimizer, scaler, state, args, device, progress,
-                    after_step, teacher
-                )
-                same_buffers(model)
-                save("last.pt")
-            if validate(state, model, val_loader, device, args.amp):
-                save("best.pt")
-            save("last.pt")
-            log_epoch(state["metrics"][-1], epochs, about, split, log)
-
-        result = test_best(folder, model, test_loader, device, args.amp, rank)
-        state["test"] = {name: value for name, value in result.items() if name != "samples"}
-        save("last.pt")
-    report(result, about, split, f"{folder}/best.pt, of epoch {state['best']['epoch']}", log)
 
 
-def test_best(folder, model, test_loader, device, amp, rank):
+def count_classes(dataset):
+    """K, or 0 where labels are numbers: a regression has no classes to be taken for each other.
+    Needs: nothing.
+    """
+    return 0 if dataset.labels.is_floating_point() else len(dataset.classes)
+
+
+def test_best(folder, model, test_loader, device, amp, classes):
     """Evaluates the weights that the validation set has chosen. The test set is read here, once.
 
     The run itself may go on some day from where it is, so a copy takes them. Needs: evaluate, copy;
-    broadcast_from_rank_0, load_checkpoint and load_weights of utils.
+    broadcast_from_rank_0, load_checkpoint, load_weights and rank_and_world_size of utils.
     """
     weights = None
-    if rank == 0:
+    if utils.rank_and_world_size()[0] == 0:
         weights = utils.load_checkpoint(folder / "best.pt")["model"]
     chosen = copy.deepcopy(model)
     utils.load_weights(chosen, utils.broadcast_from_rank_0(weights))
-    return evaluate(chosen, test_loader, device, amp)
+    return evaluate(chosen, test_loader, device, amp, classes)
 
 
-def show_progress(log, name, where, line):
-    """Shows a line of train_one_epoch with the epoch before it and the data set behind it. Needs:
-    nothing.
+def report(result, about, count, of, log):
+    """What the test set of `count` samples says of the weights `of`. Needs: in_words, title.
     """
-    log(f"{name} {line} {where}", over=True)
-
-
-def same_buffers(model):
-    """Gives all ranks the buffers of rank 0: the running means of batch norm, of which each has
-    seen other batches.
-
-    Needs: dist.
-    """
-    if dist.is_initialized():
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
-
-
-def log_epoch(row, epochs, about, split, log):
-    """What an epoch has come to. Loss and accuracy of training are those of augmented images, with
-    dropout, and the loss includes label smoothing: so the validation looks better at first. Needs:
-    in_words, title.
-    """
-    name = f"epoch {row['epoch']}/{epochs}"
-    training = {
-        key.removeprefix("train_"): value for key, value in row.items() if key.startswith("train_")
-    }
-    validation = {
-        key.removeprefix("val_"): value for key, value in row.items() if key.startswith("val_")
-    }
-    skipped = f", {row['skipped']} steps skipped" if row["skipped"] else ""
-    log(
-        f"{name}  training {in_words(training)} {title(about, split, 'train')}  "
-        f"{row['seconds']:.1f} s, "
-        f"{100 * row['waiting']:.1f} % of it waiting for data{skipped}"
-    )
-    if split["val"]:
-        log(f"{name}  validation {in_words(validation)} {title(about, split, 'val')}")
-
-
-def report(result, about, split, of, log):
-    """The last line: what the test set says of the weights `of`. Needs: in_words, title."""
     metrics = {name: result[name] for name in result if name not in ("samples", "confusion")}
     loss = metrics.pop("loss")
-    log(f"test {in_words(metrics)} {title(about, split, 'test')}, loss {loss:.4f}: {of}")
+    where = title(about, {"test": count}, "test")
+    log(f"test {in_words(metrics)} {where}, loss {loss:.4f}: {of}")
 
 
-def evaluate_checkpoint(args, checkpoint, device, rank, world_size, log):
+def hardest_classes(confusion, classes, count=3):
+    """In words: "5 (98.3 % right), 8 (98.9 % right)", of a matrix int64 (K, K), row = true class.
+    Needs: nothing.
+    """
+    right = confusion.diag() / confusion.sum(1).clamp(min=1)  # (K,)
+    right[confusion.sum(1) == 0] = 1  # nothing is known of a class without samples
+    hardest = right.argsort(stable=True)[:count]
+    return ", ".join(f"{classes[index]} ({100 * right[index]:.1f} % right)" for index in hardest)
+
+
+def log_end(result, about, state, seconds, folder, log):
+    """The last lines of a training: what it finds hardest, how long it took, what to do next.
+
+    Needs: hardest_classes, resume_command, start_command; rank_and_world_size of utils, shlex.
+    """
+    if "confusion" in result:
+        log(f"hardest classes: {hardest_classes(result['confusion'], about['classes'])}")
+    trained = sum(row["seconds"] for row in state["metrics"])
+    log(f"{seconds:.1f} s from start to end; all epochs together took {trained:.1f} s of training")
+    world_size = utils.rank_and_world_size()[1]
+    best = shlex.quote(str(folder / "best.pt"))
+    log(f"confusion matrix: {start_command(1)} --evaluate {best}")
+    log(f"train on: {resume_command(folder, world_size)} --epochs {2 * state['epoch']}")
+
+
+def evaluate_checkpoint(args, checkpoint, device, log):
     """The verb of --evaluate: loss, accuracy and confusion matrix of the test set. It reads no
     training images.
 
     The data set is the one that the arguments name; shape, classes, mean and standard deviation are
-    the checkpoint's. Needs: NETWORKS, build_model, check_same_kind, evaluate, evaluation_loader,
-    most_samples, prepare, report, trained_on; confusion_table, load_weights and once_per_machine of
-    utils; data, networks, Path.
+    the checkpoint's. Needs: NETWORKS, build_model, check_same_kind, count_classes, evaluate,
+    evaluation_loader, most_samples, prepare, report, trained_on; confusion_table, load_weights,
+    once_per_machine, rank_and_world_size and to_device of utils; data, networks, Path, torch.
     """
+    rank, world_size = utils.rank_and_world_size()
     about = trained_on(checkpoint, args.evaluate)
     _, test_part, here = data.load_dataset(
         args.dataset, args.data_dir, False, utils.once_per_machine, log
@@ -1223,17 +1388,13 @@ def evaluate_checkpoint(args, checkpoint, device, rank, world_size, log):
     model = build_model(args, about)
     utils.load_weights(model, checkpoint["model"], args.evaluate)
     model = prepare(model, args, device, log)
-    loader = evaluation_loader(
-        test_set, NETWORKS[args.model]["collate"](args, about), rank, world_size, device
-    )
+    loader = evaluation_loader(test_set, NETWORKS[args.model]["collate"](args, about), device)
 
-    # A regression has no classes that could be taken for each other.
-    classes = 0 if test_set.labels.is_floating_point() else len(about["classes"])
-    result = evaluate(model, loader, device, args.amp, classes)
-    if classes:
+    result = evaluate(model, loader, device, args.amp, count_classes(test_set))
+    if "confusion" in result:
         log(utils.confusion_table(result["confusion"], about["classes"]))
     bits = f", weights of {args.quant_bits} bits" if args.quant_bits else ""
-    report(result, here, {"test": len(test_set)}, args.evaluate + bits, log)
+    report(result, here, len(test_set), args.evaluate + bits, log)
     if args.pictures and args.model == "attention" and rank == 0:
         images, labels = test_set.__getitems__(range(min(32, len(test_set))))
         tokens, _ = loader.collate_fn((images, labels))
@@ -1269,7 +1430,12 @@ def export_checkpoint(args, checkpoint, log):
 
 
 def main(argv=None):
-    """Reads the arguments, sets up device and ranks, and calls one verb."""
+    """Reads the arguments, sets up device and ranks, and calls one verb.
+
+    Each process that torchrun has started runs this from the first line to the last;
+    init_distributed makes ranks of them. Each rank has a seed of its own, so that dropout drops
+    other units in each.
+    """
     with utils.one_line(utils.UserError, data.DataError):
         args = parse_args(argv)
         checkpoint = None
@@ -1284,16 +1450,15 @@ def main(argv=None):
         log = utils.show if rank == 0 else silent
         args.amp = utils.pick_amp(args.amp, device)
         utils.keep_freed_memory()
-        # Ranks drop other units. Their weights begin alike, for DDP gives them those of rank 0.
         utils.set_seed(data.mix(args.seed, rank), args.deterministic)
         for line in without_effect(args):
             log(line)
         if args.export:
             export_checkpoint(args, checkpoint, log)
         elif args.evaluate:
-            evaluate_checkpoint(args, checkpoint, device, rank, world_size, log)
+            evaluate_checkpoint(args, checkpoint, device, log)
         else:
-            train(args, checkpoint, device, rank, world_size, log)
+            train(args, checkpoint, device, log)
 
 
 def silent(line, over=False):

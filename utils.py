@@ -139,24 +139,34 @@ def autocast(device, amp):
 
 
 def map_tensors(function, batch):
-    """Nested tuples, lists and dicts of tensors with `function` of each tensor in its place.
+    """Nested tuples, lists and dicts with `function` of each tensor in its place. Whatever is no
+    tensor stays.
 
-    Needs: nothing.
+    Needs: torch.
     """
     if isinstance(batch, dict):
         return {key: map_tensors(function, part) for key, part in batch.items()}
-    if isinstance(batch, (tuple, list)):
+    if isinstance(batch, list):
+        return [map_tensors(function, part) for part in batch]
+    if isinstance(batch, tuple):
         return tuple(map_tensors(function, part) for part in batch)
-    return function(batch)
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    return batch
 
 
 def to_device(batch, device):
     """A tensor, or nested tuples, lists and dicts of tensors, on `device`.
 
-    From pinned memory the copy runs beside the GPU's work (non_blocking); the next operation on the
-    GPU waits for it. Needs: map_tensors.
+    From pinned memory, which the system never moves, the copy runs beside the GPU's work
+    (non_blocking); the next operation on the GPU waits for it. From other memory an Apple GPU might
+    copy what stands there a moment later. Needs: map_tensors.
     """
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+    def move(tensor):
+        return tensor.to(device, non_blocking=tensor.is_pinned())
+
+    return map_tensors(move, batch)
 
 
 def set_seed(seed, deterministic=False):
@@ -383,7 +393,7 @@ def restore(
     before, the random states and state["this_rank"] belong to nobody: the generators stay as they
     are, this_rank becomes None, and a line says so. UserError if the checkpoint is of another
     network or another class of optimizer, or is not whole. Needs: UserError, copied, load_weights,
-    set_rng_state, dist, torch.
+    rank_and_world_size, set_rng_state, torch.
     """
     parts = {"model", "optimizer", "optimizer_class", "scaler", "rng", "this_rank", "state_keys"}
     missing = parts - checkpoint.keys()
@@ -406,9 +416,7 @@ def restore(
     if scaler and scaler.is_enabled() and checkpoint["scaler"]:
         scaler.load_state_dict(checkpoint["scaler"])
 
-    rank, world_size = 0, 1
-    if dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = rank_and_world_size()
     own = None
     if len(checkpoint["rng"]) == world_size:
         own = copied(checkpoint["this_rank"][rank])
@@ -663,6 +671,16 @@ def leave_distributed():
         error = error.__context__  # the one that was being handled when this one was raised
     gc.collect()
     dist.destroy_process_group()
+
+
+def rank_and_world_size():
+    """Which process this is, and how many there are: (0, 1) where there is only one.
+
+    Needs: dist.
+    """
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
 
 
 def sum_over_ranks(tensor):

@@ -49,7 +49,10 @@ def restore_it(f, folder):
     return state["epoch"] == 3 and torch.equal(net.fc2.weight, other.fc2.weight)
 
 
-SUMS = ("loss", "grad_norm", "steps", "samples", "finite_steps")
+TOTALS = {"names": ["loss", "grad_norm"], "sums": torch.tensor([4.0, 2.0]), "samples": 4, "steps": 2, "finite_steps": 2}
+
+
+RESUMABLE = {"args": {}, "amp": "off", "data": {"checksum": "a"}, "split": {}, "world_size": 1}
 
 
 def optimizer_steps(f, folder):
@@ -189,7 +192,17 @@ RUNS = {
     "train.optimizer_step": optimizer_steps,
     "train.begin_epoch": lambda f, folder: len(list(f(DataLoader(range(5)), {"epoch": 0, "batch": 2}))) == 3,
     "train.draw_window": lambda f, folder: f(iter([batch]), 2, 1)[0][2] == 3,
-    "train.means": lambda f, folder: f({name: torch.ones(()) for name in SUMS}, 0) == {"loss": 1, "grad_norm": 1},
+    "train.means": lambda f, folder: f(TOTALS, 0) == {"loss": 1, "grad_norm": 1},
+    "train.end_of_epoch": lambda f, folder: f({**train.new_state(), "this_rank": TOTALS}, 1, 0, 4, torch.optim.SGD([torch.ones(1)]))["epoch"] == 1,
+    "train.samples_of_ranks": lambda f, folder: f([(*batch, 3)], True, 0) == (3, 3),
+    "train.figures": lambda f, folder: f({"val_loss": 1, "lr": 2}, "val_") == {"loss": 1},
+    "train.count_classes": lambda f, folder: f(data.Digits(*few)) == 10,
+    "train.start_command": lambda f, folder: f(1) == "python train.py",
+    "train.check_resumable": lambda f, folder: f(RESUMABLE, "a.pt", RESUMABLE["data"], {}) is None,
+    "train.rescale_place": lambda f, folder: f({"batch": 10, "step": 5}, 256, 64, 1, 1) is None,
+    "train.hardest_classes": lambda f, folder: f(torch.tensor([[1, 1], [0, 2]]), ["a", "b"], 1) == "a (50.0 % right)",
+    "train.log_end": lambda f, folder: f({}, about, {"epoch": 1, "metrics": [{"seconds": 1}]}, 2, folder, lambda line: None) is None,
+    "utils.rank_and_world_size": lambda f, folder: f() == (0, 1),
     "train.most_samples": lambda f, folder: f(args, 2) is None,
     "train.trained_on": lambda f, folder: f({"data": about}, "a.pt") is about,
     "train.check_same_kind": lambda f, folder: f("a.pt", about, about) is None,
@@ -200,17 +213,17 @@ RUNS = {
     "train.build_parser": lambda f, folder: f().parse_args([]).epochs == 10,
     "train.stored_arguments": lambda f, folder: "out" not in f(args) and f(args)["width"] == 4,
     "train.without_effect": lambda f, folder: f(args) == [],
-    "train.evaluation_loader": lambda f, folder: len(f(data.Digits(*few), collate, 0, 2, CPU)) == 1,
+    "train.evaluation_loader": lambda f, folder: len(f(data.Digits(*few), collate, CPU)) == 1,
     "train.collate_for_both": lambda f, folder: len(f(batch, collate, collate)[0]) == 2,
-    "train.load_teacher": lambda f, folder: f(args, about) == (None, None),
+    "train.load_teacher": lambda f, folder: f(args, about, CPU) == (None, None),
     "train.prepare": lambda f, folder: f(model.SimpleCNN(2), args, CPU, print).fc2.out_features == 10,
     "train.title": lambda f, folder: f(about, {"test": 1000}, "test") == "(MNIST, 1,000 digits)",
     "train.resume_command": lambda f, folder: f(folder, 1).startswith("python train.py --resume"),
-    "train.choose_folder": lambda f, folder: f(train.parse_args(["--out", str(folder / "a")]), about, None, 0).is_dir(),
+    "train.choose_folder": lambda f, folder: f(train.parse_args(["--out", str(folder / "a")]), about, {}).is_dir(),
     "train.silent": lambda f, folder: f("x") is None,
     "train.same_buffers": lambda f, folder: f(model.SimpleCNN(2)) is None,
-    "train.report": lambda f, folder: f({"accuracy": 1, "loss": 0}, about, {"test": 1}, "x", print) is None,
-    "train.show_progress": lambda f, folder: f(lambda line, over: None, "a", "b", "c") is None,
+    "train.report": lambda f, folder: f({"accuracy": 1, "loss": 0}, about, 1, "x", print) is None,
+    "train.show_progress": lambda f, folder: f(lambda line, over: None, 1, 2, about, {"train": 1}, "c") is None,
 }
 
 

@@ -203,9 +203,9 @@ def test_a_run_leaves_what_is_needed_to_repeat_it(folder, capfd):
 def test_best_is_the_best_and_the_test_reads_it(folder, monkeypatch):
     evaluate, seen = train.evaluate, []
 
-    def worse_and_worse(model, loader, device, amp):
+    def worse_and_worse(model, loader, device, amp, classes=0):
         seen.append((len(loader.dataset), {key: value.clone() for key, value in model.state_dict().items()}))
-        return {**evaluate(model, loader, device, amp), "accuracy": 1 / len(seen)}
+        return {**evaluate(model, loader, device, amp, classes), "accuracy": 1 / len(seen)}
 
     monkeypatch.setattr(train, "evaluate", worse_and_worse)
     _, rows, best = run(folder, "--epochs", "3", "--batch-size", "55", "--width", "8")
@@ -303,7 +303,11 @@ def test_sample_learns_and_a_file_gets_plain_lines(tmp_path, capfd):
     print(out)
     facts = json.loads((tmp_path / "run/run.json").read_text())
     assert err == "" and "\r" not in out and facts["test_accuracy"] > 0.85  # 10 % would be chance
-    assert out.splitlines()[-1].startswith(f"test accuracy {100 * facts['test_accuracy']:.2f} % (sample, 1,000 digits)")
+    assert f"\ntest accuracy {100 * facts['test_accuracy']:.2f} % (sample, 1,000 digits)" in out
+    *_, hardest, seconds, confusion, on = out.splitlines()
+    assert hardest.startswith("hardest classes: ") and hardest.count("% right") == 3 and " s from start to end" in seconds
+    assert confusion == f"confusion matrix: python train.py --evaluate {tmp_path}/run/best.pt"
+    assert on == f"train on: python train.py --resume {tmp_path}/run/last.pt --epochs 4"
 
 
 # Each look at the clock is a second later than the one before: a line of progress is due at every step.
@@ -315,11 +319,12 @@ time.perf_counter = lambda: float(next(ticks))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no pseudo-terminals on Windows")
-def test_terminal_gets_one_line_that_rewrites_itself(tmp_path):
+def test_terminal_gets_one_line_that_rewrites_itself(tmp_path, monkeypatch):
     import pty
 
     ours, theirs = pty.openpty()  # 80 columns
-    flags = ("--dataset", "sample", "--epochs", "1", "--width", "8", "--batch-size", "500")  # 8 steps
+    small_data(monkeypatch)
+    flags = ("--epochs", "1", "--width", "8", "--batch-size", "7")  # 55 pictures: 8 steps
     process = start(*flags, cwd=tmp_path, before=FAST_CLOCK, output=os.ttyname(theirs))
     text = b""
     while process.is_alive() or select.select([ours], [], [], 0)[0]:
