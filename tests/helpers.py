@@ -1,5 +1,6 @@
 """What several test files need: data sets of a few digits, the program as a process, and a stand-in for the download host."""
 
+import ast
 import functools
 import gzip
 import hashlib
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import data
 import train
@@ -61,9 +63,43 @@ def load_small(size, test_size, choice="auto", root="data", train=True, once=Non
     return (images[:size], labels[:size]) if train else None, (images[size:], labels[size:]), about
 
 
-def small_data(monkeypatch, size=60, test_size=20):
-    """Gives main() the made data set, in this process and in those that `start`, `run_program` and `torchrun` begin."""
+def small_loss(outputs, targets, label_smoothing=0.0):
+    """What the same tests minimize and report, whatever train.loss_and_metrics has become in a project of your own."""
+    logits = outputs.float()
+    loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing)
+    return loss, len(targets), {"accuracy": (logits.detach().argmax(1) == targets).sum()}
+
+
+def small_quality(row):
+    return row["val_accuracy"], -row["val_loss"]
+
+
+def small_task(monkeypatch, size=60, test_size=20):
+    """Gives main() the made data set and that loss, in this process and in those of start, run_program and torchrun."""
     monkeypatch.setattr(data, "load_dataset", functools.partial(load_small, size, test_size))
+    monkeypatch.setattr(train, "loss_and_metrics", small_loss)
+    monkeypatch.setattr(train, "quality", small_quality)
+
+
+def task():
+    """What small_task may have changed in this process, to be handed to another."""
+    return {"load_dataset": data.load_dataset, "loss_and_metrics": train.loss_and_metrics, "quality": train.quality}
+
+
+def run_script(script, task):
+    """Runs a file as a program. In train.py the loss and the data are those of `task`."""
+    data.load_dataset = task["load_dataset"]
+    if Path(script).name != "train.py":
+        runpy.run_path(str(script), run_name="__main__")
+        return
+    *body, last = ast.parse(Path(script).read_text()).body  # definitions; and what only a program does
+    program = sys.modules["__main__"].__dict__
+    program.update({"__name__": "__main__", "__file__": str(script)})
+    exec(compile(ast.Module(body, []), str(script), "exec"), program)
+    for name in ("loss_and_metrics", "quality"):
+        if task[name] is not getattr(train, name):
+            program[name] = task[name]
+    exec(compile(ast.Module([last], []), str(script), "exec"), program)
 
 
 def write_mnist(root, train=60, test=20, name="MNIST"):
@@ -117,7 +153,7 @@ def gzip_files(raw):
         (raw / file).unlink()
 
 
-def play(script, args, cwd, before, environment, load_dataset, output, errors, start_method):
+def play(script, args, cwd, before, environment, task, output, errors, start_method):
     """What a process of `start` does. Its output goes to the files `output` and `errors`."""
     multiprocessing.set_start_method(start_method, force=True)  # of workers: as if there were no server
     os.chdir(cwd)
@@ -130,11 +166,10 @@ def play(script, args, cwd, before, environment, load_dataset, output, errors, s
     if "RANK" in environment:
         torch.set_num_threads(1)  # what torchrun asks for
     sys.argv = [str(script), *args]
-    data.load_dataset = load_dataset
     try:
         exec(before, {"__name__": "before"})
         if script:
-            runpy.run_path(str(script), run_name="__main__")
+            run_script(script, task)
     finally:
         look = {}
         exec(LAST_LOOK, look)
@@ -150,7 +185,7 @@ def start(*args, cwd, script=ROOT / "train.py", before="", environment=(), outpu
     (folder := Path(cwd) / ".output").mkdir(exist_ok=True)
     files = [str(output or tempfile.mkstemp(dir=folder)[1]) for _ in range(2)]
     args = [str(arg) for arg in args]
-    parts = (script, args, cwd, textwrap.dedent(before), dict(environment), data.load_dataset, *files)
+    parts = (script, args, cwd, textwrap.dedent(before), dict(environment), task(), *files)
     parts += (multiprocessing.get_start_method(),)
     process = FORKS.Process(target=play, args=parts)
     process.start()
@@ -213,9 +248,8 @@ def torchrun(*args, cwd, ranks, before=""):
     error).
     """
     script = Path(cwd) / "before_train.py"
-    same_data = f"import data, pickle\ndata.load_dataset = pickle.loads({pickle.dumps(data.load_dataset)!r})\n"
-    run = f"import runpy\nrunpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
-    script.write_text(f"exec({LAST_LOOK + same_data + textwrap.dedent(before)!r})\n{run}")
+    run = f"import helpers, pickle\nhelpers.run_script({str(ROOT / 'train.py')!r}, pickle.loads({pickle.dumps(task())!r}))\n"
+    script.write_text(f"exec({LAST_LOOK + textwrap.dedent(before)!r})\n{run}")
     words = ["--standalone", "--nproc-per-node", ranks, script, *args]
     run = f"import torch.distributed.run as torchrun\ntorchrun.main({[str(word) for word in words]!r})"
     warnings_are_errors = "error::FutureWarning,error::UserWarning"

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 import data
 import train
 import utils
-from helpers import NORM, SIGNAL_AT, run_program, small_data, torchrun, write_mnist
+from helpers import NORM, SIGNAL_AT, run_program, small_task, torchrun, write_mnist
 from model import SimpleCNN
 
 FLAGS = ["--width", "4", "--no-augment", "--dropout", "0", "--epochs", "2"]
@@ -22,7 +22,7 @@ FLAGS = ["--width", "4", "--no-augment", "--dropout", "0", "--epochs", "2"]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    small_data(monkeypatch, 61, 19)  # 56 to train on, 5 to validate: 3 ranks divide neither
+    small_task(monkeypatch, 61, 19)  # 56 to train on, 5 to validate: 3 ranks divide neither
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -137,7 +137,7 @@ def test_gradients_are_exchanged_once_a_window_and_evaluation_counts_no_sample_t
 
 @pytest.mark.parametrize("train_size, batch", [(5, 2), (1, 4)])
 def test_fewer_samples_than_a_batch_of_all_ranks_ends(train_size, batch, tmp_path, monkeypatch):
-    small_data(monkeypatch, train_size, 3)
+    small_task(monkeypatch, train_size, 3)
     status, out, err = run_program(*FLAGS, "--batch-size", batch, "--out", "run", cwd=tmp_path, ranks=2)
     assert status == 0, err
     assert json.loads((tmp_path / "run/run.json").read_text())["epochs_done"] == 2
@@ -178,7 +178,7 @@ def test_norms_are_torchs_and_none_adds_nothing(norm):
 
 
 def test_batch_norm_with_a_batch_of_one(tmp_path, monkeypatch, capfd):
-    small_data(monkeypatch, 9, 5)
+    small_task(monkeypatch, 9, 5)
     monkeypatch.chdir(tmp_path)
     flags = ["--norm", "batch", "--width", "4", "--epochs", "1", "--val-size", "0"]
     train.main([*flags, "--batch-size", "4", "--out", "four"])  # 4, 4 and 1

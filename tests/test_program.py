@@ -17,13 +17,13 @@ from torchvision import datasets
 import data
 import train
 import utils
-from helpers import ROOT, download_host, finish, small_data, start, write_mnist
+from helpers import ROOT, download_host, finish, small_task, start, write_mnist
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A folder of its own for the run, with the made data set of 60 + 20 pictures."""
-    small_data(monkeypatch)
+    small_task(monkeypatch)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -217,7 +217,7 @@ def test_best_is_the_best_and_the_test_reads_it(folder, monkeypatch):
 
 @pytest.mark.parametrize("size, batch_size", [(3, 4), (1, 1), (5, 2)])
 def test_tiny_training_sets(size, batch_size, tmp_path, monkeypatch):
-    small_data(monkeypatch, size, 3)
+    small_task(monkeypatch, size, 3)
     facts, rows, best = run(tmp_path, "--epochs", "2", "--batch-size", str(batch_size), "--width", "8")
     assert facts["dataset"] == {"name": "small", "train": size, "val": 0, "test": 3, "seed": 0, "stream": False}
     assert all(float(row["train_loss"]) > 0.1 for row in rows) and rows[0]["val_loss"] == ""
@@ -323,7 +323,7 @@ def test_terminal_gets_one_line_that_rewrites_itself(tmp_path, monkeypatch):
     import pty
 
     ours, theirs = pty.openpty()  # 80 columns
-    small_data(monkeypatch)
+    small_task(monkeypatch)
     flags = ("--epochs", "1", "--width", "8", "--batch-size", "7")  # 55 pictures: 8 steps
     process = start(*flags, cwd=tmp_path, before=FAST_CLOCK, output=os.ttyname(theirs))
     text = b""

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import data
 import train
 import utils
-from helpers import NORM, small_data
+from helpers import NORM, small_task
 from model import (
     AttentionClassifier, QuantActivation, QuantConv2d, QuantLinear, RoundSTE, SimpleCNN, fake_quantize, pack_weights,
     pack_integers, quantization_scale, quantize, unpack_integers, unpack_weights,
@@ -352,7 +352,7 @@ def test_examples_in_the_docstrings():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    small_data(monkeypatch)
+    small_task(monkeypatch)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

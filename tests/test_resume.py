@@ -12,7 +12,7 @@ import torch
 import data
 import train
 import utils
-from helpers import SIGNAL_AT, finish, load_small, run_program, small_data, start, torchrun, until, write_mnist
+from helpers import SIGNAL_AT, finish, load_small, run_program, small_task, start, torchrun, until, write_mnist
 
 TIMES = ("seconds", "images_per_second", "waiting")  # what two equal runs may differ in
 # 55 training pictures in batches of 8, two accumulated: 4 steps an epoch, the last of one batch of 7; 12 steps in all
@@ -21,7 +21,7 @@ FLAGS = ["--epochs", "3", "--batch-size", "8", "--accum", "2", "--width", "8"]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    small_data(monkeypatch)
+    small_task(monkeypatch)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -284,7 +284,7 @@ def test_another_structure_is_an_error_with_keys_and_shapes(folder, capfd):
 
 def test_other_data_is_an_error(folder, monkeypatch, capfd):
     straight("--epochs", "1")
-    small_data(monkeypatch, 72)
+    small_task(monkeypatch, 72)
     line = fails(capfd, "--resume", "straight/last.pt")
     assert "'small'" in line and "'train': 55" in line and "'train': 66" in line
 

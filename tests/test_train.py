@@ -12,10 +12,19 @@ import torch.nn.functional as F
 import data
 import train
 import utils
-from helpers import NORM
+from helpers import NORM, small_loss
 
 CPU = torch.device("cpu")
 ABOUT = {"classes": list("0123456789"), "shape": [1, 28, 28]}
+
+
+OUR_LOSS, OUR_QUALITY = train.loss_and_metrics, train.quality
+
+
+@pytest.fixture(autouse=True)
+def loss(monkeypatch):
+    """The numbers below are worked out for cross-entropy, whatever a project of your own minimizes."""
+    monkeypatch.setattr(train, "loss_and_metrics", small_loss)
 
 
 class TwoClasses(nn.Module):
@@ -79,6 +88,28 @@ def run(model, dataset, batch_size, scaler=None, state=None, show=print, **chang
     loader = loader_of(dataset, batch_size)
     metrics = train.train_one_epoch(model, loader, optimizer, scaler or off(), state, arguments(**changes), CPU, show)
     return metrics, state, optimizer
+
+
+# ------------------------------------------------------------------------------------- the loss
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_loss_is_the_sum_of_cross_entropies_by_hand(smoothing):
+    logits, targets = torch.tensor([[2.0, 1.0, -1.0], [0.0, 3.0, 0.5]]), torch.tensor([0, 2])
+    expected = 0.0
+    for row, target in zip(logits.tolist(), targets.tolist()):
+        surprise = [math.log(sum(math.exp(x) for x in row)) - x for x in row]  # -log of each class's probability
+        expected += (1 - smoothing) * surprise[target] + smoothing * sum(surprise) / 3
+    loss, count, metrics = OUR_LOSS(logits.requires_grad_(), targets, smoothing)
+    assert loss.item() == pytest.approx(expected) and loss.requires_grad
+    assert count == 2 and metrics["accuracy"].item() == 1 and not metrics["accuracy"].requires_grad
+    in_16_bits, _, _ = OUR_LOSS(logits.bfloat16(), targets, smoothing)
+    assert in_16_bits.dtype == torch.float32 and in_16_bits.item() == pytest.approx(expected)
+
+
+def test_the_better_epoch_has_more_right_or_as_many_and_a_smaller_loss():
+    rows = [{"val_accuracy": a, "val_loss": b} for a, b in ((0.8, 0.1), (0.9, 0.3), (0.9, 0.2))]
+    assert sorted(rows, key=OUR_QUALITY) == rows
 
 
 # ------------------------------------------------------------------------------------- averages, windows, clipping
