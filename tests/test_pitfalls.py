@@ -93,7 +93,7 @@ def test_two_devices():
     x.to(device)  # this returns a copy there, and x stays where it is
     with pytest.raises(RuntimeError, match="is not on the expected device"):
         model(x)
-    # A number passes, and the next person believes that devices mix.
+    # A single number may lie on the CPU. That is no mistake, and does not show that devices mix.
     assert (torch.ones(2, device=device) + torch.tensor(1.0)).device == device
 
     # Right: whatever the batch consists of, all of it is moved, and the result is used.
@@ -418,7 +418,7 @@ def test_targets_of_the_wrong_kind():
     # Wrong: class numbers as floats, as a column, or as a row of integers that has a single 1.
     logits = torch.zeros(2, 3)
     for targets, error in (
-        (torch.tensor([0.0, 1.0]), "expected target dtype to be Long"),
+        (torch.tensor([0.0, 1.0]), "Long"),  # older: expected scalar type Long but found Float
         (torch.tensor([[0], [1]]), "multi-target not supported"),
         (torch.tensor([[1, 0, 0], [0, 1, 0]]), "Expected floating point type for target"),
     ):
@@ -507,13 +507,13 @@ def test_layers_in_a_list():
 def test_one_layer_several_times():
     """A deep network has as few parameters as a shallow one."""
     # Wrong: [layer] * 3 is the same layer three times; so is a layer made outside of a loop.
-    wrong = nn.Sequential(*[nn.Linear(2, 2)] * 3)
-    assert len(wrong) == 3 and networks.count_parameters(wrong) == 6
-    assert len(wrong.state_dict()) == 6  # a file has three of each, which hides it
+    wrong = nn.Sequential(*[nn.Linear(4, 4)] * 3)
+    assert len(wrong) == 3 and networks.count_parameters(wrong) == 4 * 4 + 4
+    assert len(wrong.state_dict()) == 6  # three weights and three biases: a file does not show it
 
     # Right: a new layer for each place. (To share one on purpose is fine.)
-    right = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
-    assert networks.count_parameters(right) == 18
+    right = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    assert networks.count_parameters(right) == 3 * (4 * 4 + 4)
     first, second = networks.AttentionClassifier(8, blocks=2).blocks
     assert not torch.equal(first.up.weight, second.up.weight)
 
@@ -592,7 +592,8 @@ def test_ragged_samples():
 
 def test_script_without_main_guard(tmp_path):
     """RuntimeError: An attempt has been made to start a new process before ... (Windows, macOS)."""
-    # Wrong: on Windows and macOS a worker imports the script, and so comes to this line itself.
+    # Wrong: there (and on Linux from Python 3.14 on) a worker imports the script, and so comes to
+    # this line itself.
     # (A DataLoader starts its workers like this process, which need not wait for torch.)
     worker = "multiprocessing.get_context('spawn').Process(target=print, args=['loaded'])"
     start, found = f"worker = {worker}; worker.start(); worker.join()", {}
@@ -1145,16 +1146,13 @@ def test_no_set_epoch():
     first, second = ([x.item() for x, _ in loader] for _ in range(2))
     assert first == second
 
-    # Right: begin_epoch tells every sampler that wants to know.
-    epochs = []
-    for epoch in range(2):
-        batches = train.begin_epoch(loader, {"epoch": epoch, "batch": 0})
-        epochs.append([x.item() for x, _ in batches])
-    assert epochs[0] == first and epochs[1] != first
-    ours = data.EpochSampler(8, world_size=2, rank=0)
-    loader = DataLoader(rows, sampler=ours)
-    epochs = [[*train.begin_epoch(loader, {"epoch": e, "batch": 0})] for e in range(2)]
-    assert epochs[0] != epochs[1]
+    # Right: begin_epoch tells every sampler that wants to know, torch's as well as ours.
+    for sampler in (sampler, data.EpochSampler(8, world_size=2, rank=0)):
+        loader, epochs = DataLoader(rows, sampler=sampler), []
+        for epoch in range(2):
+            batches = train.begin_epoch(loader, {"epoch": epoch, "batch": 0})
+            epochs.append([x.item() for x, _ in batches])
+        assert epochs[0] != epochs[1] and len(epochs[0]) == len(epochs[1]) == 4
 
 
 def test_batch_norm_of_a_shard():
