@@ -310,24 +310,23 @@ def test_numpy_detour():
 
 def test_losses_in_a_list():
     """Memory grows with every batch."""
-    alive = weakref.WeakSet()  # what graphs have saved for backward, while it is alive
+    made, alive = [], weakref.WeakSet()  # what graphs save for a backward pass, and what is left
 
     class Saved:
         def __init__(self, tensor):
             self.tensor = tensor.detach()
+            made.append(tensor.shape)
             alive.add(self)
 
-    model, batch = nn.Linear(4, 2), (torch.ones(8, 4), torch.zeros(8, dtype=torch.int64))
-    counts = {}
+    model, loader = nn.Linear(1, 2), DataLoader(class_0([1.0], [2.0], [3.0]))
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
-        # Wrong: each loss of a validation holds its whole graph.
-        losses = [F.cross_entropy(model(batch[0]), batch[1]) for _ in range(3)]
-        counts["wrong"], losses = len(alive), []
-        # Right: evaluate records no graph, backward_window frees it and returns detached sums.
-        for _ in range(3):
-            losses.append(train.backward_window(model, [(*batch, 8)], 8, off(), arguments(), CPU))
-        counts["right"] = len(alive)
-    assert counts["wrong"] >= 3 and counts["wrong"] % 3 == 0 and counts["right"] == 0
+        # Wrong: each loss of a validation, or their running sum, holds its whole graph.
+        losses = [F.cross_entropy(model(x), y) for x, y in loader]
+        assert len(alive) == len(made) and len(alive) % 3 == 0 and len(alive) > 0
+        # Right: numbers hold nothing, and evaluate does not even begin a graph.
+        losses, before = [loss.item() for loss in losses], len(made)
+        train.evaluate(model, loader, CPU)
+    assert len(alive) == 0 and len(made) == before
 
 
 def test_backward_of_a_vector():
