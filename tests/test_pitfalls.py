@@ -36,7 +36,7 @@ import data
 import model as networks
 import train
 import utils
-from helpers import NORM, ROOT, run_program
+from helpers import ROOT, run_program
 
 CPU = torch.device("cpu")
 FILES = [data.SAMPLE / "MNIST/raw" / name for name in data.IDX_FILES]
@@ -376,23 +376,23 @@ def test_zero_grad_between_backward_and_step():
     assert model.w.item() == -1
 
 
-def test_frozen_batch_norm(tmp_path):
+def test_frozen_batch_norm():
     """A frozen network does not stay as it was loaded."""
     # Wrong: requires_grad stops the optimizer. Batch norm moves its buffers in each forward pass.
-    frozen = networks.SimpleCNN(width=2, norm="batch").requires_grad_(False)
-    before, images = frozen.norm1.running_mean.clone(), torch.rand(4, 1, 28, 28)
+    frozen, images = networks.SimpleCNN(2, norm="batch"), torch.rand(4, 1, 28, 28)
+    frozen.requires_grad_(False)
+    before = frozen.norm1.running_mean.clone()
     frozen(images)
     assert not torch.equal(frozen.norm1.running_mean, before)
 
-    # Right: eval() as well, as for the teacher of a distillation.
-    about = {"name": "sample", "shape": [1, 28, 28], "classes": list("0123456789"), **NORM}
-    args = {"width": 2, "norm": "batch"}
-    checkpoint = {"model": frozen.state_dict(), "args": args, "data": about}
-    utils.save_checkpoint(tmp_path / "teacher.pt", checkpoint)
-    args = train.parse_args(["--teacher", str(tmp_path / "teacher.pt")])
-    teacher, _ = train.load_teacher(args, about)
-    teacher(images)
-    assert torch.equal(teacher.norm1.running_mean, frozen.norm1.running_mean)
+    # Right: eval() as well, as train.load_teacher does; and again after each train() of the whole.
+    before = frozen.norm1.running_mean.clone()
+    whole = nn.Sequential(frozen, nn.Linear(10, 2)).train()
+    frozen.eval()
+    whole(images)
+    assert torch.equal(frozen.norm1.running_mean, before)
+    # Or a norm that has no buffers.
+    assert list(networks.SimpleCNN(2, norm="group").buffers()) == []
 
 
 def test_gradient_of_rounding():
