@@ -1124,19 +1124,22 @@ class DigitStream(IterableDataset):
 # ------------------------------------------------------------------------------------ pictures
 
 
-def save_pictures(path, images, heat=None):
+def save_pictures(path, images, heat=None, captions=None):
     """Writes images as one PNG, in a grid of eight columns, each four times as large.
 
     With `heat` one sees where a network has looked: a patch of 4 x 4 pixels gets the redder, the
     larger its number is, and each picture's largest is full red.
 
-    images  float (B, C, H, W) in 0..1; of 3 channels they are red, green and blue, of any other
-            number their mean is shown, in grey
-    heat    float (B, P), at least 0: a number for each patch, numbered as in cut_patches
+    images    float (B, C, H, W) in 0..1; of 3 channels they are red, green and blue, of any other
+              number their mean is shown, in grey
+    heat      float (B, P), at least 0: a number for each patch, numbered as in cut_patches
+    captions  list of B str, one to stand below each picture, as much of it as fits
 
     Needs: F, torch.
     """
-    from torchvision.utils import save_image  # here, for it takes a second
+    from PIL import ImageDraw  # here, for these take a second
+    from torchvision.transforms.functional import to_pil_image
+    from torchvision.utils import make_grid
 
     B, C, H, W = images.shape
     images = images.float().cpu()
@@ -1151,7 +1154,17 @@ def save_pictures(path, images, heat=None):
         dark = images * (1 - 0.6 * heat)
         red = (images[:, :1] + heat).clamp(max=1)
         images = torch.cat([red, dark[:, 1:]], dim=1)
-    save_image(images, path, nrow=8, padding=8, pad_value=0.5)
+    if captions:
+        images = F.pad(images, (0, 0, 0, 14), value=1.0)  # (B, 3, 4H + 14, 4W): a white strip below
+    picture = to_pil_image(make_grid(images, nrow=8, padding=8, pad_value=0.5))
+    pen = ImageDraw.Draw(picture)
+    for index, caption in enumerate(captions or []):
+        left = 8 + index % 8 * (4 * W + 8)
+        top = 8 + index // 8 * (4 * H + 14 + 8)
+        while pen.textlength(caption) > 4 * W:
+            caption = caption[:-1]
+        pen.text((left + 1, top + 4 * H), caption, fill="black")
+    picture.save(path)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 python train.py --epochs 10                                    train; everything else has a default
 python train.py --resume runs/mnist-cnn-1/last.pt              go on, from any step
 python train.py --evaluate runs/mnist-cnn-1/best.pt            test loss, accuracy, confusion matrix
+python train.py --predict runs/mnist-cnn-1/best.pt a.png       answers for pictures, or for folders
 python train.py --dry-run                                      a few batches of everything
 torchrun --standalone --nproc-per-node 2 train.py --epochs 10  several processes, the same flags
 
@@ -12,7 +13,7 @@ epoch) and run.json (arguments, versions, data, final figures).
 1. what a project of your own changes   the networks, the loss and the metrics
 2. the loop                             backward_window, optimizer_step, train_one_epoch, evaluate
 3. arguments
-4. the verbs, in the order of time      train, evaluate_checkpoint, export_checkpoint; main
+4. the verbs, in the order of time      train, evaluate_checkpoint, predict, export_checkpoint; main
 
 What calls what, in a training:
 
@@ -45,6 +46,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import argparse
 import copy
+import json
 import math
 import shlex
 import sys
@@ -352,6 +354,20 @@ def optimizer_step(model, optimizer, scaler, lr_factor, clip=0.0):
     return norm, taken
 
 
+def training_mode(model):
+    """model.train(), but for layers of which all own parameters are frozen: they stay as in use.
+
+    A frozen batch norm would not move its two parameters and yet change from batch to batch, for
+    its running mean and variance are moved by the forward pass itself, in training mode. Needs:
+    nothing.
+    """
+    model.train()
+    for layer in model.modules():
+        own = list(layer.parameters(recurse=False))
+        if own and not any(parameter.requires_grad for parameter in own):
+            layer.eval()
+
+
 def begin_epoch(loader, state):
     """An iterator over what is left of the current epoch: all of it, or what a stop has left.
 
@@ -454,12 +470,12 @@ def train_one_epoch(
     UserError, with epoch and step, if loss or gradient is not finite, if fp16 never finds a scale,
     or if there is nothing to train on.
     Needs: backward_window, begin_epoch, draw_window, end_of_epoch, new_state, optimizer_step,
-    progress_line, record, samples_of_ranks; UserError, lr_at and to_device of utils; math, sys,
-    time, torch.
+    progress_line, record, samples_of_ranks, training_mode; UserError, lr_at and to_device of utils;
+    math, sys, time, torch.
     """
     for key, value in new_state().items():
         state.setdefault(key, value)
-    model.train()
+    training_mode(model)
     batches = begin_epoch(loader, state)
     padding = getattr(loader.sampler, "padding", 0) or getattr(loader.dataset, "padding", 0)
     windows = math.ceil((len(loader) - state["batch"]) / args.accum)
@@ -656,7 +672,10 @@ def evaluate(model, loader, device, amp="off", classes=0):
 # A checkpoint keeps the arguments of its run, so that --resume and --evaluate need no others. These
 # are not kept: they belong to one start of the program. A checkpoint may come from a stranger, and
 # must not say what is written where.
-ONCE = ("device", "out", "dry_run", "resume", "init", "force", "evaluate", "export", "pictures")
+ONCE = (
+    "device", "out", "dry_run", "resume", "init", "force", "evaluate", "export", "predict",
+    "pictures", "split", "raw_images", "json",
+)
 
 
 def build_parser():
@@ -762,10 +781,17 @@ def build_parser():
         help="of all random numbers (default 0)")
     add("--dry-run", action="store_true",
         help="one epoch of two training batches, then a small test (default off)")
+    add("--split", default="test", choices=("val", "test"),
+        help="--evaluate: on which part of the data (default test)")
     add("--pictures", **switch,
         help="--evaluate attention: save where it looked, attention.png (default off)")
+    add("--raw-images", **switch,
+        help="--predict digits: pictures are prepared as MNIST's are (default off)")
+    add("--json", **switch, help="--predict: one JSON object a line (default off)")
     add("--save-every", default=0, type=whole, metavar="N",
         help="write last.pt every N steps, too; 0: off (default 0)")
+    add("--freeze", metavar="NAME",
+        help="keep parameters whose name begins so as they are, such as conv (default none)")
     add("--teacher", metavar="CKPT",
         help="learn from the answers of this network, too (default none)")
     add("--format", default="int8", choices=("int8",),
@@ -780,6 +806,8 @@ def build_parser():
         help="do not train; write its weights in --format, beside it (default none)")
     add("--evaluate", metavar="CKPT",
         help="do not train; evaluate this checkpoint on the test set (default none)")
+    add("--predict", metavar=("CKPT", "PICTURE"), nargs="+",
+        help="do not train; answer for pictures, or folders of them (default none)")
     return parser
 
 
@@ -827,6 +855,8 @@ def parse_args(argv=None, stored=None):
         parser.error(
             f"--width {args.width}: attention has 4 heads, so the width is a multiple of 4"
         )
+    if args.predict and len(args.predict) < 2:
+        parser.error("--predict: after the checkpoint there are no pictures")
     if args.balanced and args.stream:
         parser.error("--balanced: cannot draw from a --stream, which reads in order")
     return args
@@ -857,7 +887,7 @@ def without_effect(args):
         lines.append("--pictures: has no effect without --evaluate")
     if "force" in args.given and not args.init:
         lines.append("--force: has no effect without --init")
-    if args.evaluate or args.export:
+    if args.evaluate or args.export or args.predict:
         for flag in ("save_every", "teacher", "epochs", "lr", "resume", "out"):
             if flag in args.given:
                 lines.append(f"--{flag.replace('_', '-')}: has no effect without training")
@@ -904,6 +934,13 @@ def check_same_kind(path, theirs, ours):
             )
 
 
+def load_dataset(args, train, log):
+    """The data set that the arguments name, see load_dataset of data. One rank of each machine
+    downloads it. Needs: load_dataset of data, once_per_machine of utils.
+    """
+    return data.load_dataset(args.dataset, args.data_dir, train, utils.once_per_machine, log)
+
+
 def load_training_data(args, log):
     """Returns (training set, validation set, test set, about, split) for the arguments.
 
@@ -914,12 +951,10 @@ def load_training_data(args, log):
 
     about  what the data set is, see data.describe
     split  which part of it is used for what: {"name", "train", "val", "test", "seed", "stream"}
-    Needs: most_samples; once_per_machine and rank_and_world_size of utils; data, Path, torch.
+    Needs: load_dataset, most_samples; rank_and_world_size of utils; data, Path, torch.
     """
     rank, world_size = utils.rank_and_world_size()
-    train_part, test_part, about = data.load_dataset(
-        args.dataset, args.data_dir, True, utils.once_per_machine, log
-    )
+    train_part, test_part, about = load_dataset(args, True, log)
     few = most_samples(args, world_size)
     images, labels = train_part
     classes, N = about["classes"], len(images[:few])
@@ -1015,6 +1050,24 @@ def collate_for_both(batch, collate, teacher_collate):
     inputs, targets = collate(batch)
     teacher_inputs, _ = teacher_collate(batch)
     return (inputs, teacher_inputs), targets
+
+
+def freeze(model, beginning, log):
+    """Keeps all parameters whose name begins so as they are; "conv" is the CNN's two convolutions.
+
+    With --init these are weights that have learnt to see on many pictures. If one's own are few,
+    they would only spoil them: what is worth learning then is the last layers. The optimizer takes
+    none of the frozen ones, and training_mode keeps the buffers of their layers. UserError if there
+    is no such name, or no other. Needs: UserError of utils.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    frozen = [name for name in names if name.startswith(beginning)]
+    if not frozen or len(frozen) == len(names):
+        which = "all" if frozen else "none"
+        raise utils.UserError(f"--freeze {beginning}: {which} of {', '.join(names)}")
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
+    log(f"frozen: {', '.join(frozen)}")
 
 
 def prepare(model, args, device, log):
@@ -1258,6 +1311,8 @@ def train(args, checkpoint, device, log):
     model = build_model(args, about)
     if args.init:
         utils.load_matching(model, checkpoint["model"], log, args.force)
+    if args.freeze:
+        freeze(model, args.freeze, log)
     model = prepare(model, args, device, log)
     teacher, teacher_collate = load_teacher(args, about, device)
     train_loader, val_loader, test_loader = make_loaders(
@@ -1488,8 +1543,8 @@ def without_counts(result):
     return {name: value for name, value in result.items() if name not in ("samples", "confusion")}
 
 
-def report(result, about, count, of, log):
-    """What the test set of `count` samples says of the weights `of`.
+def report(result, about, count, of, log, part="test"):
+    """What the test set of `count` samples, or another part of the data, says of the weights `of`.
 
     An accuracy of 99.5 % on 10,000 samples is uncertain by sqrt(0.995 x 0.005 / 10,000) = 0.07 %,
     one standard deviation. Two networks that differ by less than twice that may be equally good.
@@ -1497,8 +1552,9 @@ def report(result, about, count, of, log):
     """
     metrics = without_counts(result)
     loss = metrics.pop("loss")
-    where = title(about, {"test": count}, "test")
-    log(f"test {in_words(metrics)} {where}, loss {loss:.4f}: {of}")
+    where = title(about, {part: count}, part)
+    name = "validation" if part == "val" else part
+    log(f"{name} {in_words(metrics)} {where}, loss {loss:.4f}: {of}")
 
 
 def hardest_classes(confusion, classes, count=3):
@@ -1527,40 +1583,174 @@ def log_end(result, about, state, seconds, folder, log):
 
 
 def evaluate_checkpoint(args, checkpoint, device, log):
-    """The verb of --evaluate: loss, accuracy and confusion matrix of the test set. It reads no
-    training images.
+    """The verb of --evaluate: loss, accuracy, confusion matrix, and what was taken for what.
 
     The data set is the one that the arguments name; shape, classes, mean and standard deviation are
-    the checkpoint's. Needs: NETWORKS, build_model, check_same_kind, count_classes, evaluate,
-    evaluation_loader, most_samples, prepare, report, trained_on; confusion_table, load_weights,
-    once_per_machine, rank_and_world_size and to_device of utils; data, networks, Path, torch.
+    the checkpoint's. The test set is for the end. Whoever compares flags or looks for weaknesses
+    does it with --split val, or has no test set any more. No training image is read unless for
+    that. Needs: NETWORKS, build_model, check_same_kind, count_classes, evaluate, evaluation_loader,
+    load_training_data, load_dataset, log_confusions, most_samples, prepare, report,
+    save_attention, save_mistakes, trained_on; load_weights and rank_and_world_size of utils; data,
+    Path.
     """
     rank, world_size = utils.rank_and_world_size()
     about = trained_on(checkpoint, args.evaluate)
-    _, test_part, here = data.load_dataset(
-        args.dataset, args.data_dir, False, utils.once_per_machine, log
-    )
+    if args.split == "val":
+        _, dataset, _, here, _ = load_training_data(args, log)
+    else:
+        _, test_part, here = load_dataset(args, False, log)
+        few = most_samples(args, world_size)
+        dataset = data.Digits(test_part[0][:few], test_part[1][:few], about["classes"])
     check_same_kind(args.evaluate, about, here)
     if here["name"] != about["name"]:
         log(f"{args.evaluate}: trained on {about['name']}, evaluated on {here['name']}")
-    few = most_samples(args, world_size)
-    test_set = data.Digits(test_part[0][:few], test_part[1][:few], about["classes"])
     model = build_model(args, about)
     utils.load_weights(model, checkpoint["model"], args.evaluate)
     model = prepare(model, args, device, log)
-    loader = evaluation_loader(test_set, NETWORKS[args.model]["collate"](args, about), device)
+    loader = evaluation_loader(dataset, NETWORKS[args.model]["collate"](args, about), device)
 
-    result = evaluate(model, loader, device, args.amp, count_classes(test_set))
+    result = evaluate(model, loader, device, args.amp, count_classes(dataset))
     if "confusion" in result:
-        log(utils.confusion_table(result["confusion"], about["classes"]))
+        log_confusions(result["confusion"], about["classes"], log)
     bits = f", weights of {args.quant_bits} bits" if args.quant_bits else ""
-    report(result, here, len(test_set), args.evaluate + bits, log)
-    if args.pictures and args.model == "attention" and rank == 0:
-        images, labels = test_set.__getitems__(range(min(32, len(test_set))))
-        tokens, _ = loader.collate_fn((images, labels))
-        with torch.no_grad():
-            heat = networks.attention_weights(model.eval(), utils.to_device(tokens, device))
-        data.save_pictures(Path(args.evaluate).with_name("attention.png"), images, heat.cpu())
+    report(result, here, len(dataset), args.evaluate + bits, log, args.split)
+    collate, folder = loader.collate_fn, Path(args.evaluate).parent
+    if rank == 0 and "confusion" in result:
+        path = folder / "mistakes.png"
+        save_mistakes(path, model, dataset, collate, device, args.amp, log)
+    if rank == 0 and args.pictures and args.model == "attention":
+        save_attention(folder / "attention.png", model, dataset, collate, device)
+
+
+def log_confusions(confusion, classes, log, count=5):
+    """The matrix as a table, and its largest cells off the diagonal in words: "4 taken for 9: 11".
+
+    Needs: confusion_table of utils.
+    """
+    log(utils.confusion_table(confusion, classes))
+    wrong = confusion.clone().fill_diagonal_(0)
+    words = []
+    for cell in wrong.flatten().argsort(descending=True, stable=True)[:count].tolist():
+        true, answer = divmod(cell, len(classes))
+        if wrong[true, answer]:
+            words.append(f"{classes[true]} taken for {classes[answer]}: {wrong[true, answer]}")
+    log(f"most often wrong: {', '.join(words) or 'nothing'}")
+
+
+@torch.no_grad()
+def answers(model, dataset, collate, device, amp="off"):
+    """The probabilities that a network gives to all samples of a data set, in order.
+
+    returns  float (N, K) on the CPU; the network is left in evaluation mode
+    Needs: split_batch; make_loader of data, autocast and to_device of utils; torch.
+    """
+    model.eval()
+    parts = []
+    for batch in data.make_loader(dataset, 500, collate=collate):
+        inputs, _ = utils.to_device(split_batch(batch), device)
+        with utils.autocast(device, amp):
+            logits = model(inputs)
+        parts.append(logits.float().softmax(1).cpu())
+    return torch.cat(parts)
+
+
+def save_mistakes(path, model, dataset, collate, device, amp, log, count=32):
+    """Draws the pictures that were wrong with the highest certainty, with true and predicted class.
+
+    These are worth looking at: among them are wrong labels, pictures that nobody can read, and what
+    the network has not understood. Needs: answers; save_pictures of data.
+    """
+    probabilities = answers(model, dataset, collate, device, amp)  # (N, K)
+    certainty, predicted = probabilities.max(1)
+    wrong = (predicted != dataset.labels).nonzero().flatten()
+    worst = wrong[certainty[wrong].argsort(descending=True, stable=True)][:count]
+    if not len(worst):
+        return log("no mistakes to be drawn")
+    names = []
+    for index in worst.tolist():
+        true, answer = dataset.labels[index], predicted[index]
+        names.append(f"{dataset.classes[true]}, not {dataset.classes[answer]}")
+    images, _ = dataset.__getitems__(worst)
+    data.save_pictures(path, images, captions=names)
+    log(f"{path}: {len(worst)} of {len(wrong)} mistakes, the most certain ones first")
+
+
+@torch.no_grad()
+def save_attention(path, model, dataset, collate, device, count=32):
+    """Draws the first pictures of a data set, and how much each patch counted. Needs: to_device of
+    utils; data, networks, torch.
+    """
+    images, labels = dataset.__getitems__(range(min(count, len(dataset))))
+    tokens, _ = collate((images, labels))
+    heat = networks.attention_weights(model.eval(), utils.to_device(tokens, device))
+    data.save_pictures(path, images, heat.cpu())
+
+
+def pictures_in(paths):
+    """The files that `paths` name: files as they are, and all files of folders, sorted.
+
+    Needs: Path.
+    """
+    files = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            files += sorted(file for file in path.rglob("*") if file.is_file())
+        else:
+            files.append(path)
+    return files
+
+
+def predict(args, checkpoint, device, log):
+    """The verb of --predict: for each picture its class, the probability, and the next best.
+
+    A checkpoint knows all that this takes: which network, which pictures, how to normalize them,
+    and what the classes are called. A network that has learnt MNIST's digits has seen white ink on
+    black, 20 pixels high, in the centre; a photo is none of that, and data.read_digit makes it so,
+    unless --raw-images says that the pictures are prepared. Returns the exit status: 1 if a picture
+    could not be read; the others are answered all the same. Needs: NETWORKS, answers, build_model,
+    answer_in_words, pictures_in, prepare, silent, trained_on; load_weights of utils; DataError,
+    Digits, read_digit and read_picture of data; json, partial, torch.
+    """
+    path, *paths = args.predict
+    about = trained_on(checkpoint, path)
+    model = build_model(args, about)
+    utils.load_weights(model, checkpoint["model"], path)
+    model = prepare(model, args, device, silent)
+    collate = NETWORKS[args.model]["collate"](args, about)
+    read = partial(data.read_picture, shape=about["shape"])
+    if about["name"] in ("MNIST", "sample") and not args.raw_images:
+        read = data.read_digit
+    images, reasons = {}, {}
+    for file in pictures_in(paths):
+        try:
+            images[file], reasons[file] = read(file), None
+        except data.DataError as error:
+            reasons[file] = str(error)
+    found = {}
+    if images:
+        labels = torch.zeros(len(images), dtype=torch.int64)  # nobody knows them
+        dataset = data.Digits(torch.stack(list(images.values())), labels, about["classes"])
+        found = dict(zip(images, answers(model, dataset, collate, device, args.amp)))
+    for file, reason in reasons.items():
+        if reason is None:
+            log(answer_in_words(file, found[file], about["classes"], args.json))
+        elif args.json:
+            log(json.dumps({"file": str(file), "error": reason}))
+        else:
+            log(reason)
+    return 1 if len(found) < len(reasons) else 0
+
+
+def answer_in_words(file, probabilities, classes, as_json):
+    """One line: "a.png: 7 (99.2 %), or 1 (0.5 %)", or the same as a JSON object. Needs: json."""
+    best = probabilities.argsort(descending=True)[:2].tolist()
+    ranked = [(classes[index], round(probabilities[index].item(), 4)) for index in best]
+    if as_json:
+        name, probability = ranked[0]
+        answer = {"file": str(file), "class": name, "probability": probability}
+        return json.dumps({**answer, "next": dict(ranked[1:])}, ensure_ascii=False)
+    words = [f"{name} ({100 * probability:.1f} %)" for name, probability in ranked]
+    return f"{file}: {', or '.join(words)}"
 
 
 def export_checkpoint(args, checkpoint, log):
@@ -1603,6 +1793,8 @@ def main(argv=None):
         args = parse_args(argv)
         checkpoint = None
         path = args.resume or args.evaluate or args.init or args.export
+        if args.predict:
+            path = args.predict[0]
         if path:
             checkpoint = utils.load_checkpoint(path)
             checkpoint["model"] = networks.unpack_weights(checkpoint["model"])
@@ -1620,6 +1812,8 @@ def main(argv=None):
             export_checkpoint(args, checkpoint, log)
         elif args.evaluate:
             evaluate_checkpoint(args, checkpoint, device, log)
+        elif args.predict:
+            sys.exit(predict(args, checkpoint, device, log))
         else:
             train(args, checkpoint, device, log)
 
