@@ -3,7 +3,7 @@
     1. Convolutions    SimpleCNN             images (B, C, H, W) -> logits (B, K)
 
     2. Attention       check_mask            what a mask is: True = a real token, everywhere
-                       unpack                packed tokens back into their padded places
+                       unpack, pack          from one row of tokens to a padded grid, and back
                        SimpleSelfAttention   tokens look at each other; padding, packing, causal
                        TemperatureSoftmax    a softmax whose sharpness is learnt
                        MaskedPooling         one vector for each sample
@@ -23,9 +23,9 @@ This file knows nothing of files or training, and imports torch alone. `python m
 shapes on their way through both networks.
 
 Letters in shapes: B samples in a batch, C channels, H and W height and width, K classes; L tokens
-of the longest sample, T real tokens of all samples, P pixels of a patch, d the width of a token in
-the network; in attention, H heads of width D = d / H. "Needs" at the end of a docstring: what to
-copy along, imports first.
+of the longest sample, T real tokens of all samples, V values of a patch, P positions in an image, d
+the width of a token in the network; in attention, H heads of width D = d / H. "Needs" at the end of
+a docstring: what to copy along, imports first.
 """
 
 import math
@@ -202,29 +202,63 @@ def check_tokens(x, packed):
         )
 
 
-def unpack(x, mask):
-    """Puts packed tokens back into their places in a padded tensor.
+def find_places(mask):
+    """The places of the real tokens in a padded grid, whose cells are numbered row by row.
+
+        mask  1 1 1 .      cells  0 1 2 3      returned  0 1 2 4      place = row * L + column
+              1 . . .             4 5 6 7
+
+    On a GPU this is a line at which the program stops and waits: how long the result is depends on
+    values that only the GPU has. So it is best done once, in the data loader, where the mask is in
+    the CPU's memory (see collate_packed in data.py).
+
+    mask bool (B, L) with T times True -> int64 (T,). Needs nothing.
+    """
+    return mask.flatten().nonzero().squeeze(1)
+
+
+def unpack(x, mask, places=None):
+    """Puts packed tokens into their places in a padded grid; pack is the way back.
 
     Packing is the other way to join samples of different lengths: all real tokens stand in one row,
-    and no work is spent on padding. The mask says where each would stand, row by row:
+    and no work is spent on padding. Linear layers, norms and the like work on each token by itself
+    and take the row as it is. Attention works on whole samples and needs the grid:
 
-        x      a b c d           mask  1 1 1 .      returned  a b c 0
-                                       1 . . .                d 0 0 0
+        x       a b c d       mask  1 1 1 .       returned  a b c 0
+        places  0 1 2 4             1 . . .                 d 0 0 0
 
-    x (T, ...), mask bool (B, L) with T times True -> (B, L, ...), 0 where the mask is False. The
-    way back is x[mask]. TypeError for another mask, ValueError for another number of True.
-    Needs: check_mask.
+    x       (T, ...)
+    mask    bool (B, L) with T times True
+    places  int64 (T,), find_places(mask); None: they are looked for here, and a GPU has to wait
+    returns (B, L, ...), 0 where the mask is False
+
+    TypeError for another mask. ValueError for another number of True, and for places that are not
+    those of the mask (where can_read). Needs: torch, can_read, check_mask, find_places.
     """
     check_mask(mask)
     if mask.ndim != 2:
         raise ValueError(f"mask: shape (B, L) expected, {tuple(mask.shape)} found")
-    places = mask.nonzero(as_tuple=True)  # rows (T,), columns (T,)
-    # This compares shapes, not values. Without it a single token would be copied into all places.
-    if len(places[0]) != len(x):
-        raise ValueError(f"{len(x)} packed tokens, but {len(places[0])} times True in the mask")
-    padded = x.new_zeros(*mask.shape, *x.shape[1:])  # (B, L, ...)
-    padded[places] = x
-    return padded
+    if places is None:
+        places = find_places(mask)
+    elif can_read(mask) and not torch.equal(places, find_places(mask)):
+        raise ValueError("places: not where the mask is True, row by row; see find_places")
+    # This compares shapes, not values: it costs a GPU nothing.
+    T = x.shape[0]  # not len(x), which a traced graph would take for a constant
+    if places.shape != (T,):
+        raise ValueError(f"{T} packed tokens, but {places.numel()} times True in the mask")
+    B, L = mask.shape
+    cells = x.new_zeros(B * L, *x.shape[1:])
+    cells.index_copy_(0, places, x)  # cells[places] = x, without looking at the values of places
+    return cells.unflatten(0, (B, L))  # (B, L, ...)
+
+
+def pack(x, places):
+    """Takes the real tokens out of a padded grid, into one row: x (B, L, ...), (T,) -> (T, ...).
+
+    Needs nothing.
+    """
+    cells = x.flatten(0, 1)  # (B * L, ...)
+    return cells.index_select(0, places)  # (T, ...)
 
 
 class SimpleSelfAttention(nn.Module):
@@ -260,12 +294,14 @@ class SimpleSelfAttention(nn.Module):
     nothing.
 
     Packed: packed=True, x (T, d), the real tokens of all samples in one row, and a mask (B, L) with
-    T times True -> (T, d). Samples do not see each other, and padding is never projected.
+    T times True -> (T, d). Samples do not see each other, and padding is never projected. Give
+    `places` along if you have them, see unpack: without them a GPU has to wait.
 
     TypeError for a mask that is not bool, ValueError for shapes that do not fit.
 
     Vaswani et al. 2017, arXiv 1706.03762.
-    Needs: math, torch, nn, F, check_tokens, check_mask, check_padding_mask, unpack.
+    Needs: math, torch, nn, F, check_tokens, check_mask, check_padding_mask, find_places, unpack,
+    pack.
     """
 
     def __init__(self, d_model, n_heads, kernel="fused", causal=False):
@@ -280,14 +316,16 @@ class SimpleSelfAttention(nn.Module):
         self.qkv = nn.Linear(d_model, 3 * d_model)  # queries, keys and values in one product
         self.out = nn.Linear(d_model, d_model)  # mixes what the heads have found
 
-    def forward(self, x, mask=None, packed=False):
+    def forward(self, x, mask=None, packed=False, places=None):
         mask = self.checked(x, mask, packed)
+        if packed and places is None:
+            places = find_places(mask)
         if not packed and mask.ndim == 2:
             # A weight of 0 does not keep NaN out, as 0 * NaN is NaN. So padding becomes 0 first.
             x = x.masked_fill(~mask[..., None], 0)  # (B, L, d)
         qkv = self.qkv(x)  # (B, L, 3d), or packed (T, 3d)
         if packed:
-            qkv = unpack(qkv, mask)  # (B, L, 3d): only the scores need padded samples
+            qkv = unpack(qkv, mask, places)  # (B, L, 3d): only the scores need padded samples
         qkv = qkv.unflatten(-1, (3, self.n_heads, -1))  # (B, L, 3, H, D)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # (B, H, L, D) each
 
@@ -298,7 +336,7 @@ class SimpleSelfAttention(nn.Module):
         found = self.look(q, k, v, allowed | sees_nothing)  # (B, H, L, D)
         found = found.transpose(1, 2).flatten(2)  # (B, L, d): the heads side by side
         if packed:
-            return self.out(found[mask])  # (T, d)
+            return self.out(pack(found, places))  # (T, d)
         # The output becomes 0 after `out`, whose bias would otherwise stand there.
         nothing = sees_nothing[:, 0]  # (B, 1 or L, 1)
         if mask.ndim == 2:
@@ -404,8 +442,10 @@ class MaskedPooling(nn.Module):
         weights      0.27    0.73       0          softmax of the scores of real tokens
         returned     0.27 * [1, 0] + 0.73 * [0, 2] = [0.27, 1.46]
 
-    x (B, L, d), mask bool (B, L), or packed=True, x (T, d) and a mask with T times True -> (B, d);
-    zeros for a sample without a token. The errors are those of SimpleSelfAttention.
+    x (B, L, d), mask bool (B, L), or packed=True, x (T, d), a mask with T times True and perhaps
+    places (see unpack) -> (B, d); zeros for a sample without a token. The errors are those of
+    SimpleSelfAttention.
+
     Needs: nn, TemperatureSoftmax, check_tokens, check_mask, unpack.
     """
 
@@ -416,23 +456,22 @@ class MaskedPooling(nn.Module):
         # stands here to be seen at work.
         self.softmax = TemperatureSoftmax()
 
-    def forward(self, x, mask, packed=False):
-        check_tokens(x, packed)
-        if not packed:
-            check_mask(mask, x.shape[:2])
-            x = x.masked_fill(~mask[..., None], 0)  # as in SimpleSelfAttention: 0 * NaN is NaN
-        weights = self.weights(x, mask, packed)  # (B, L)
-        if not packed:
-            return (weights[:, None] @ x).squeeze(1)  # (B, 1, L) @ (B, L, d) -> (B, d)
-        weighted = weights[mask][:, None] * x  # (T, d)
-        sample = mask.nonzero()[:, 0]  # (T,): 0 0 0 1 for samples of 3 tokens and of 1
-        return x.new_zeros(mask.shape[0], x.shape[1]).index_add(0, sample, weighted)  # (B, d)
+    def forward(self, x, mask, packed=False, places=None):
+        x = self.padded(x, mask, packed, places)  # (B, L, d)
+        weights = self.weights(x, mask)  # (B, L)
+        return (weights[:, None] @ x).squeeze(1)  # (B, 1, L) @ (B, L, d) -> (B, d)
 
-    def weights(self, x, mask, packed=False):
-        """The weights of all tokens, (B, L): a row adds up to 1, or to 0 where no token is real."""
-        scores = self.score(x).squeeze(-1)  # (B, L), or (T,)
+    def padded(self, x, mask, packed=False, places=None):
+        """x (B, L, d), or packed (T, d) -> (B, L, d), with 0 in the padding."""
+        check_tokens(x, packed)
         if packed:
-            scores = unpack(scores, mask)  # (B, L)
+            return unpack(x, mask, places)
+        check_mask(mask, x.shape[:2])
+        return x.masked_fill(~mask[..., None], 0)  # as in SimpleSelfAttention: 0 * NaN is NaN
+
+    def weights(self, x, mask):
+        """The weights of padded tokens, (B, L): a row adds up to 1, or to 0 where none is real."""
+        scores = self.score(x).squeeze(-1)  # (B, L)
         return self.softmax(scores, mask)
 
 
@@ -452,8 +491,10 @@ class Block(nn.Module):
     d_model, n_heads, kernel, causal  as in SimpleSelfAttention
     dropout                           of what each branch adds
 
-    x (B, L, d), mask (B, L), or packed=True and x (T, d) -> the shape of x. Padding may hold any
-    finite number. Xiong et al. 2020, arXiv 2002.04745. Needs: nn, F, SimpleSelfAttention.
+    x (B, L, d), mask (B, L), or packed=True, x (T, d) and perhaps places -> the shape of x. Padding
+    may hold any finite number.
+
+    Xiong et al. 2020, arXiv 2002.04745. Needs: nn, F, SimpleSelfAttention.
     """
 
     def __init__(self, d_model, n_heads, dropout=0.0, kernel="fused", causal=False):
@@ -465,8 +506,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * d_model, d_model)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x, mask=None, packed=False):
-        seen = self.attention(self.norm1(x), mask, packed)
+    def forward(self, x, mask=None, packed=False, places=None):
+        seen = self.attention(self.norm1(x), mask, packed, places)
         x = x + self.dropout(seen)
         made = self.down(F.gelu(self.up(self.norm2(x))))
         return x + self.dropout(made)
@@ -475,12 +516,12 @@ class Block(nn.Module):
 class AttentionClassifier(nn.Module):
     """A small vision transformer: patches of an image are tokens, and blocks let them talk.
 
-        tokens (B, L, P)  -> embed, + position embedding -> blocks -> norm -> pool -> head -> (B, K)
+        tokens (B, L, V)  -> embed, + position embedding -> blocks -> norm -> pool -> head -> (B, K)
 
     Attention treats its tokens as a set: shuffled, they give the same answers, and a digit would be
-    a bag of patches. So each token carries where it was: a learnt vector for each place, the
-    position embedding, is added to it. So the order does not matter, and blank patches can be left
-    out.
+    a bag of patches. So each token carries where in the image it was: a learnt vector for each
+    position, the position embedding, is added to it. Then the order does not matter, and blank
+    patches can be left out.
 
     Gradient checkpointing trades time for memory. A backward pass needs what the forward pass
     computed, and usually every layer's output is kept for it. With grad_checkpoint only the input
@@ -497,16 +538,21 @@ class AttentionClassifier(nn.Module):
     classes          K
     grad_checkpoint  as above, in training
     blocks, n_heads  number of blocks, and of heads in each
-    patch            P, pixels of a patch (times channels)
-    places           number of places that a patch can come from: 7 x 7 = 49 for MNIST
+    patch            V: 4 x 4 pixels, times channels
+    positions        P, from which a patch can come: 7 x 7 = 49 for MNIST
 
-    batch = (tokens float (B, L, P), positions int64 (B, L), mask bool (B, L)), in which padding may
-    hold anything; or packed (tokens (T, P), positions (T,), mask (B, L)) -> logits (B, K). What
-    follows in the tuple is not used. ValueError for shapes that do not fit and for a position that
-    is no place (a GPU has its own error for that).
+    batch = (tokens float (B, L, V), positions int64 (B, L), mask bool (B, L)), in which padding may
+    hold anything; or packed, (tokens (T, V), positions (T,), mask (B, L), places (T,)). Without
+    places they are looked for, once for all blocks, and a GPU has to wait for it. A position is
+    where in the image a patch was; a place is where its token stands in the grid (B, L), see unpack
+    -> logits (B, K)
+
+    ValueError for shapes that do not fit and for a position that there is not (a GPU has its own
+    error for that).
 
     Dosovitskiy et al. 2021, arXiv 2010.11929. Checkpointing: Chen et al. 2016, arXiv 1604.06174.
-    Needs: nn, checkpoint, Block, MaskedPooling, check_padding_mask, can_read, init_weights.
+    Needs: nn, checkpoint, Block, MaskedPooling, check_padding_mask, can_read, find_places,
+    init_weights.
     """
 
     def __init__(
@@ -519,11 +565,11 @@ class AttentionClassifier(nn.Module):
         blocks=2,
         n_heads=4,
         patch=16,
-        places=49,
+        positions=49,
     ):
         super().__init__()
         self.embed = nn.Linear(patch, width)
-        self.place = nn.Embedding(places, width)
+        self.position_embedding = nn.Embedding(positions, width)
         self.blocks = nn.ModuleList()
         for _ in range(blocks):
             self.blocks.append(Block(width, n_heads, dropout, kernel))
@@ -534,31 +580,36 @@ class AttentionClassifier(nn.Module):
         self.apply(init_weights)
 
     def forward(self, batch):
-        x, mask, packed = self.features(batch)
-        return self.head(self.pool(x, mask, packed))  # (B, K)
+        x, mask, packed, places = self.features(batch)
+        return self.head(self.pool(x, mask, packed, places))  # (B, K)
 
     def features(self, batch):
-        """The tokens after all blocks, x (B, L, d) or (T, d); the mask; and whether x is packed."""
+        """What all blocks have made of the tokens: x (B, L, d), or (T, d); mask; packed; places."""
         tokens, positions, mask = batch[:3]
         packed = tokens.ndim == 2
         self.check_batch(tokens, positions, mask, packed)
+        places = None
         if not packed:
             tokens = tokens.masked_fill(~mask[..., None], 0)
             positions = positions.masked_fill(~mask, 0)
-        self.check_places(positions)
-        x = self.embed(tokens) + self.place(positions)  # (B, L, d), or (T, d)
+        elif len(batch) > 3:
+            places = batch[3]
+        else:
+            places = find_places(mask)
+        self.check_positions(positions)
+        x = self.embed(tokens) + self.position_embedding(positions)  # (B, L, d), or (T, d)
         for block in self.blocks:
             if self.grad_checkpoint and self.training:
-                x = checkpoint(block, x, mask, packed, use_reentrant=False)
+                x = checkpoint(block, x, mask, packed, places, use_reentrant=False)
             else:
-                x = block(x, mask, packed)
-        return self.norm(x), mask, packed
+                x = block(x, mask, packed, places)
+        return self.norm(x), mask, packed, places
 
     def check_batch(self, tokens, positions, mask, packed):
         """A ValueError or TypeError unless the three tensors fit together."""
         if tokens.ndim not in (2, 3) or tokens.shape[:-1] != positions.shape:
             raise ValueError(
-                "tokens (B, L, P) with positions (B, L), or packed (T, P) with (T,) expected,"
+                "tokens (B, L, V) with positions (B, L), or packed (T, V) with (T,) expected,"
                 f" {tuple(tokens.shape)} with {tuple(positions.shape)} found"
             )
         if packed:
@@ -566,45 +617,47 @@ class AttentionClassifier(nn.Module):
         else:
             check_padding_mask(mask, positions.shape)
 
-    def check_places(self, positions):
-        """ValueError for a position that is no place: the embedding's own error names no number."""
+    def check_positions(self, positions):
+        """ValueError for a position beyond the last: the embedding's own error names no number."""
         if not can_read(positions) or positions.numel() == 0:
             return
         low = positions.min().item()
         high = positions.max().item()
-        places = self.place.num_embeddings
-        if low < 0 or high >= places:
-            raise ValueError(f"positions {low} to {high}, places 0 to {places - 1}")
+        last = self.position_embedding.num_embeddings - 1
+        if low < 0 or high > last:
+            raise ValueError(f"positions {low} to {high} found, 0 to {last} expected")
 
 
 def attention_weights(model, batch):
-    """How much each place of each sample contributed to the answer of an AttentionClassifier.
+    """How much each patch of each image contributed to the answer of an AttentionClassifier.
 
-    These are the weights of the pooling, put back to where the tokens came from. A place without a
-    token has 0; the weights of a sample add up to 1 (to 0 if it has no token). Drawn over the image
-    they show where the network looked at the end. It is not the whole story, for tokens have looked
-    at each other in the blocks before.
+    These are the weights of the pooling, put back to where in the image the tokens came from. A
+    position without a token has 0; the weights of a sample add up to 1 (to 0 if it has no token).
+    Drawn over the image they show where the network looked at the end. It is not the whole story,
+    for tokens have looked at each other in the blocks before.
 
     model   an AttentionClassifier; it computes in evaluation mode and is left as it was
     batch   what the model takes, padded or packed
-    returns float32 (B, places), >= 0, without a gradient. Needs: torch, unpack.
+    returns float32 (B, P), >= 0, without a gradient. Needs: torch, unpack.
     """
     in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
-            x, mask, packed = model.features(batch)
-            weights = model.pool.weights(x, mask, packed).float()  # (B, L)
+            x, mask, packed, places = model.features(batch)
+            x = model.pool.padded(x, mask, packed, places)  # (B, L, d)
+            weights = model.pool.weights(x, mask).float()  # (B, L)
     finally:
         for module in in_training:
             module.training = True
     positions = batch[1]
     if packed:
-        positions = unpack(positions, mask)  # (B, L)
+        positions = unpack(positions, mask, places)  # (B, L)
     else:
         positions = positions.masked_fill(~mask, 0)  # padding may hold anything; its weight is 0
-    by_place = weights.new_zeros(mask.shape[0], model.place.num_embeddings)
-    return by_place.scatter_add(1, positions, weights)  # (B, places)
+    B, P = mask.shape[0], model.position_embedding.num_embeddings
+    by_position = weights.new_zeros(B, P)
+    return by_position.scatter_add(1, positions, weights)  # (B, P)
 
 
 def init_weights(module):
