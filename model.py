@@ -434,27 +434,32 @@ class MaskedPooling(nn.Module):
 
     A classifier needs one vector, and a sample has many tokens. Vision transformers often add one
     more token, the class token, that looks at the others and is read at the end. Pooling does the
-    same with less: each token gets a score, a softmax makes weights of the scores, and the answer
-    is the weighted mean. The weights can be looked at: they say where the answer came from.
+    same with less: a learnt vector, the query, says what to look for, and a token's score is the
+    cosine of the angle between the two. A softmax makes weights of the scores, and the answer is
+    the weighted mean. The weights can be looked at: they say where the answer came from.
 
-        tokens x     [1, 0]  [0, 2]  padding
-        scores         0       1        -
-        weights      0.27    0.73       0          softmax of the scores of real tokens
-        returned     0.27 * [1, 0] + 0.73 * [0, 2] = [0.27, 1.46]
+        tokens x     [1, 0]  [0, 2]  padding       query [3, 4], of length 5
+        scores         0.6     0.8      -          3 / 5 and 4 / 5; the tokens' lengths do not count
+        weights       0.12    0.88      0          softmax([0.6, 0.8] / t) with t = 0.1
+        returned     0.12 * [1, 0] + 0.88 * [0, 2] = [0.12, 1.76]
+
+    The temperature t has work to do here. A cosine is at most 1, and a softmax over numbers from -1
+    to 1 cannot choose: no weight is more than e^2 = 7.4 times another. So t begins at 0.1, where it
+    can be e^20 times another, and is learnt. Behind a linear score, t would do nothing: to divide
+    the scores by t is to divide the layer's weight.
 
     x (B, L, d), mask bool (B, L), or packed=True, x (T, d), a mask with T times True and perhaps
     places (see unpack) -> (B, d); zeros for a sample without a token. The errors are those of
     SimpleSelfAttention.
 
-    Needs: nn, TemperatureSoftmax, check_tokens, check_mask, unpack.
+    Cosine and temperature: Liu et al. 2022, arXiv 2111.09883.
+    Needs: torch, nn, F, TemperatureSoftmax, check_tokens, check_mask, unpack.
     """
 
     def __init__(self, d_model):
         super().__init__()
-        self.score = nn.Linear(d_model, 1)
-        # After a learnt layer the temperature adds nothing: score.weight / t is another weight. It
-        # stands here to be seen at work.
-        self.softmax = TemperatureSoftmax()
+        self.query = nn.Parameter(torch.randn(d_model))
+        self.softmax = TemperatureSoftmax(0.1)
 
     def forward(self, x, mask, packed=False, places=None):
         x = self.padded(x, mask, packed, places)  # (B, L, d)
@@ -471,7 +476,9 @@ class MaskedPooling(nn.Module):
 
     def weights(self, x, mask):
         """The weights of padded tokens, (B, L): a row adds up to 1, or to 0 where none is real."""
-        scores = self.score(x).squeeze(-1)  # (B, L)
+        # The cosine divides by the lengths. Padding has length 0, in whose place eps is taken. Its
+        # inverse enters the gradient, and 1 / 1e-8, the default, is more than fp16 can hold.
+        scores = F.cosine_similarity(x, self.query, dim=-1, eps=1e-3)  # (B, L)
         return self.softmax(scores, mask)
 
 

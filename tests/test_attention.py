@@ -361,9 +361,10 @@ def test_examples_in_the_docstrings():
     for t, expected in ((0.2, [0.99, 0.01]), (1.0, [0.73, 0.27]), (5.0, [0.55, 0.45])):
         assert TemperatureSoftmax(t)(torch.tensor([2.0, 1.0])).tolist() == pytest.approx(expected, abs=0.005)
     pool = MaskedPooling(2)
-    pool.score.weight.data, pool.score.bias.data = torch.tensor([[0.0, 0.5]]), torch.zeros(1)
+    pool.query.data = torch.tensor([3.0, 4.0])
     x, mask = torch.tensor([[[1.0, 0], [0, 2], [5, 5]]]), torch.tensor([[True, True, False]])
-    assert pool(x, mask)[0].tolist() == pytest.approx([0.27, 1.46], abs=0.005)
+    assert pool.weights(x, mask)[0].tolist() == pytest.approx([0.12, 0.88, 0], abs=0.005)
+    assert pool(x, mask)[0].tolist() == pytest.approx([0.12, 1.76], abs=0.005)
 
 
 def test_temperature_is_learnt_as_gradcheck_says():
@@ -384,6 +385,34 @@ def test_pooling_leaves_padding_out():
         x[0, 2:] = padding
         assert MaskedPooling(2)(x, mask).tolist() == [[1, 0]]
     assert MaskedPooling(2)(x, torch.zeros(1, 4, dtype=torch.bool)).tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_pooling_is_the_formula(packed):
+    torch.manual_seed(0)
+    pool, x = MaskedPooling(6), torch.randn(4, 7, 6, requires_grad=True)
+    theirs = []
+    for row, mask in zip(x, MASK):
+        real = row[mask]
+        scores = torch.stack([token @ pool.query / (token.norm() * pool.query.norm()) for token in real])
+        theirs.append(((scores / 0.1).softmax(0)[:, None] * real).sum(0))
+    theirs = torch.stack(theirs)
+    ours = pool(pack(x, find_places(MASK)) if packed else x, MASK, packed)
+    assert (ours - theirs).abs().max() < 1e-6
+    assert largest(gradients(ours, [x, pool.query]), gradients(theirs, [x, pool.query])) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_pooling_in_16_bits_stays_finite_beside_tokens_of_zeros(dtype):
+    pool, x = MaskedPooling(16).to(dtype), torch.randn(4, 7, 16).to(dtype)
+    x[0, 1] = 0  # a real token without a direction
+    mask = MASK.clone()
+    mask[1] = False
+    x.requires_grad_()
+    y = pool(x, mask)
+    y.float().square().sum().backward()
+    assert y.isfinite().all() and not y[1].any() and y[0].any()
+    assert x.grad.isfinite().all() and all(p.grad.isfinite().all() for p in pool.parameters())
 
 
 # ---------------------------------------------------------------------------------------------------- tokens
