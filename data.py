@@ -91,7 +91,7 @@ def read_bytes(path):
             with open(path, "rb") as file:
                 if path.stat().st_size == 0:
                     return b"", path  # mmap refuses an empty file
-                # ACCESS_COPY: who writes into the tensor changes his copy, never the file.
+                # ACCESS_COPY: to write into the tensor changes a copy in memory, never the file.
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), path
         return bytearray(gzip.decompress(packed.read_bytes())), packed
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -357,7 +357,7 @@ def uniform_draws(seed, epoch, indices, count):
     looked up, like a cell of a table that is too large to be stored:
 
                    epoch 0                      epoch 1                 seed 0
-        sample 0   -0.27  0.75 -0.50  0.32       0.18  0.53 -0.92 -0.98
+        sample 0   -0.27  0.75 -0.50  0.32       0.54 -0.56  0.98  0.39
         sample 1    0.63 -0.96 -0.36 -0.83      -0.36  0.28 -0.22 -0.41
 
     So it does not matter with whom a sample shares its batch, or which worker has it.
@@ -752,9 +752,10 @@ class EpochSampler(Sampler):
         rank 1       [0 1]      [2 3]         in the order in which they were asked for
 
     Ranks wait for each other in every step, so all of them need equally many samples; but no sample
-    may count twice. Therefore `padding` says how many samples, 0 or 1, at the end of this rank's
-    epoch are there for no other purpose: who sums up losses leaves them out. (torch's own
-    DistributedSampler repeats samples too, and does not tell which.)
+    may count twice. So a rank that has one too few repeats one, and `padding` says so: that many
+    samples, 0 or 1, at the end of this rank's epoch are repeated, and have to be left out wherever
+    losses are summed up. (torch's own DistributedSampler repeats samples too, and does not say
+    which.)
 
     The order is a function of (seed, epoch). So all ranks know it without talking, and a run that
     was stopped goes on where it was: set_epoch(3, start=256) begins at this rank's 257th sample,

@@ -9,7 +9,7 @@
                        MaskedPooling         one vector for each sample
                        Block                 attention and a small network for each token
                        AttentionClassifier   (tokens, positions, mask) -> logits (B, K)
-                       attention_weights     which places contributed to the answer
+                       attention_weights     which patches contributed to the answer
                        init_weights, count_parameters
 
     3. Quantization    RoundSTE              rounding that can be learnt through
@@ -122,21 +122,21 @@ class SimpleCNN(nn.Module):
 
 
 def check_mask(mask, shape=None):
-    """An error unless `mask` is a bool tensor of this shape (None: of any). What a mask is:
+    """Raises an error unless `mask` is a bool tensor, of this shape if one is given.
 
-    Samples have different numbers of tokens, and a batch is one tensor: short samples are filled up
-    with padding, and a mask says which tokens are real. In this project True = a real token, or
-    "may be looked at", in every function. `nn.MultiheadAttention` has it the other way round: its
-    key_padding_mask is True where there is padding, so ours is its ~mask. (The attn_mask of
-    F.scaled_dot_product_attention is of our kind.) A mask of numbers is refused, because nobody can
-    see whether its 1 means real or padding.
+    What a mask is: samples have different numbers of tokens, and a batch is one tensor. So short
+    samples are filled up with padding, and a mask says which tokens are real. In this project True
+    = a real token, or "may be looked at", in every function. `nn.MultiheadAttention` has it the
+    other way round: its key_padding_mask is True where there is padding, so ours is its ~mask. (The
+    attn_mask of F.scaled_dot_product_attention is of our kind.) A mask of numbers is refused,
+    because nobody can see whether its 1 means real or padding.
 
         mask (B, L): two samples, of 3 tokens and of 1       1 1 1 .
                                                              1 . . .
 
-    For each sample, attention makes of it which query (row) may look at which key (column). With
-    `causal`, a token looks only at itself and at earlier ones, as a language model must. For the
-    sample of 3 tokens (1 = may look, . = may not):
+    From its row of the mask follows, for each sample, which token may look (the query, a row below)
+    at which other token (the key, a column). With `causal`, a token looks only at itself and at
+    earlier ones, as a language model must. For the sample of 3 tokens (1 = may look, . = may not):
 
         padding       1 1 1 .      causal    1 . . .      both    1 . . .
                       1 1 1 .                1 1 . .              1 1 . .
@@ -155,11 +155,12 @@ def check_mask(mask, shape=None):
 
 
 def check_padding_mask(mask, shape=None):
-    """An error unless `mask` is bool (B, L), and for a causal mask (L, L) that fits because B = L.
+    """Raises an error unless `mask` is bool (B, L), and also for what looks like a causal mask.
 
-    Both kinds have two dimensions then, and the wrong reading would give numbers that look right.
-    A triangle of 3 or more tokens, of either polarity, is taken for a causal mask. As a padding
-    mask it would say that the samples have 1, 2, ... L tokens, in this very order.
+    Somebody may give a causal mask (L, L) to a layer that expects padding (B, L). If B happens to
+    equal L it fits, and the numbers that come out look right. So a triangle of 3 or more tokens, of
+    either polarity, is taken for a causal mask. As a padding mask it would say that the samples
+    have 1, 2, ... L tokens, in this very order, which hardly ever happens by itself.
 
     TypeError for another dtype, ValueError for another shape (None: any B and L) and the triangle.
     Needs: torch, check_mask, can_read.
@@ -180,11 +181,12 @@ def check_padding_mask(mask, shape=None):
 
 
 def can_read(x):
-    """Whether Python may look at the values of x: not on a GPU, nor while a graph is being traced.
+    """Says whether Python may look at the values of x. On a GPU it should not.
 
-    `if x.max() > 3` needs the number now. A GPU works behind the program and would have to catch up
-    first, at each such line; in a traced graph (torch.compile, torch.export) there is no number
-    yet. So checks of values are made on CPU tensors alone. Needs: torch.
+    `if x.max() > 3` needs the number now. A GPU works some way behind the program, and at each such
+    line the program would have to wait until it has caught up. And while a graph is being traced
+    (torch.compile, torch.export) there is no number yet. So values are checked on a CPU alone.
+    Needs: torch.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
@@ -220,9 +222,10 @@ def find_places(mask):
 def unpack(x, mask, places=None):
     """Puts packed tokens into their places in a padded grid; pack is the way back.
 
-    Packing is the other way to join samples of different lengths: all real tokens stand in one row,
-    and no work is spent on padding. Linear layers, norms and the like work on each token by itself
-    and take the row as it is. Attention works on whole samples and needs the grid:
+    Padding is one way to make one tensor of samples of different lengths. Packing is the other: all
+    real tokens stand in one row, and no work is spent on padding. Linear layers and norms work on
+    each token by itself and take that row as it is. Attention works on whole samples, and for it
+    the tokens move into the grid:
 
         x       a b c d       mask  1 1 1 .       returned  a b c 0
         places  0 1 2 4             1 . . .                 d 0 0 0
@@ -333,7 +336,7 @@ class SimpleSelfAttention(nn.Module):
         # A softmax over nothing is 0 / 0 = NaN, and its gradient would spoil all weights. So a
         # query that may look at nothing looks at everything here, and gets its zeros at the end.
         sees_nothing = ~allowed.any(-1, keepdim=True)  # (B, 1, 1 or L, 1)
-        found = self.look(q, k, v, allowed | sees_nothing)  # (B, H, L, D)
+        found = self.attend(q, k, v, allowed | sees_nothing)  # (B, H, L, D)
         found = found.transpose(1, 2).flatten(2)  # (B, L, d): the heads side by side
         if packed:
             return self.out(pack(found, places))  # (T, d)
@@ -347,7 +350,7 @@ class SimpleSelfAttention(nn.Module):
         """The mask, if x and it are of the shapes in the docstring above; otherwise an error."""
         check_tokens(x, packed)
         if packed:
-            check_padding_mask(mask)  # not None: it says where a sample ends
+            check_padding_mask(mask)  # None is an error here: the mask says where a sample ends
             return mask
         B, L = x.shape[:2]
         if mask is None:
@@ -370,7 +373,7 @@ class SimpleSelfAttention(nn.Module):
             allowed = allowed & earlier  # (B, 1, L, L)
         return allowed
 
-    def look(self, q, k, v, allowed):
+    def attend(self, q, k, v, allowed):
         """softmax(q k^T / sqrt(D)) v, over the keys that are allowed: the formula at the top."""
         if self.kernel == "fused":
             return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
@@ -390,6 +393,9 @@ class TemperatureSoftmax(nn.Module):
         t = 0.2    0.99  0.01      cold: nearly the largest alone
         t = 1      0.73  0.27      the usual softmax
         t = 5      0.55  0.45      hot: nearly the mean
+
+    It is worth learning where the scores are bounded, as in MaskedPooling. A linear layer before
+    the softmax can make its scores larger or smaller by itself.
 
     A temperature must stay above 0, and an optimizer knows no bounds. So the parameter is a number
     `raw` without bounds, and t = start * (softplus(raw) + 0.01) / (softplus(0) + 0.01), where
@@ -548,14 +554,17 @@ class AttentionClassifier(nn.Module):
     patch            V: 4 x 4 pixels, times channels
     positions        P, from which a patch can come: 7 x 7 = 49 for MNIST
 
-    batch = (tokens float (B, L, V), positions int64 (B, L), mask bool (B, L)), in which padding may
-    hold anything; or packed, (tokens (T, V), positions (T,), mask (B, L), places (T,)). Without
-    places they are looked for, once for all blocks, and a GPU has to wait for it. A position is
-    where in the image a patch was; a place is where its token stands in the grid (B, L), see unpack
-    -> logits (B, K)
+    A batch is a tuple, padded or packed:
 
-    ValueError for shapes that do not fit and for a position that there is not (a GPU has its own
-    error for that).
+                     padded       packed
+        tokens       (B, L, V)    (T, V)     float
+        positions    (B, L)       (T,)       int64: where in the image the patch was, 0 to P - 1
+        mask         (B, L)       (B, L)     bool, True = a real token
+        places                    (T,)       int64: where in the grid (B, L) its token is, unpack
+
+    -> logits (B, K). Padding may hold anything. Places may be missing: they are then found from the
+    mask, for which a GPU has to wait. ValueError for shapes that do not fit, and for positions and
+    places that cannot be (on a GPU only those out of range are noticed, by an error of its own).
 
     Dosovitskiy et al. 2021, arXiv 2010.11929. Checkpointing: Chen et al. 2016, arXiv 1604.06174.
     Needs: nn, checkpoint, Block, MaskedPooling, check_padding_mask, can_read, find_places,
@@ -591,18 +600,18 @@ class AttentionClassifier(nn.Module):
         return self.head(self.pool(x, mask, packed, places))  # (B, K)
 
     def features(self, batch):
-        """What all blocks have made of the tokens: x (B, L, d), or (T, d); mask; packed; places."""
+        """The tokens after all blocks, (B, L, d) or (T, d), and what the pooling needs beside."""
         tokens, positions, mask = batch[:3]
         packed = tokens.ndim == 2
         self.check_batch(tokens, positions, mask, packed)
         places = None
-        if not packed:
+        if packed and len(batch) > 3:
+            places = batch[3]
+        elif packed:
+            places = find_places(mask)  # once here, and not again in each block
+        else:
             tokens = tokens.masked_fill(~mask[..., None], 0)
             positions = positions.masked_fill(~mask, 0)
-        elif len(batch) > 3:
-            places = batch[3]
-        else:
-            places = find_places(mask)
         self.check_positions(positions)
         x = self.embed(tokens) + self.position_embedding(positions)  # (B, L, d), or (T, d)
         for block in self.blocks:

@@ -5,6 +5,7 @@ import gzip
 import math
 import pickle
 import random
+import re
 import signal
 import struct
 import threading
@@ -428,6 +429,13 @@ def test_uniform_draws_are_splitmix64():
             upper = scramble(data.mix(seed, epoch) + golden * (4 * index + column)) >> 40
             expected.append(((upper - 2**24 if upper >= 2**23 else upper) + 0.5) / 2**23)
         assert data.uniform_draws(seed, epoch, [index], 4).tolist() == [expected]
+
+
+def test_the_table_in_the_docstring_is_what_is_drawn():
+    for number in (0, 1):
+        table = re.findall(rf"sample {number} (.+)", data.uniform_draws.__doc__)[0].split()
+        drawn = [data.uniform_draws(0, epoch, [number], 4)[0] for epoch in (0, 1)]
+        assert [float(cell) for cell in table] == pytest.approx(torch.cat(drawn).tolist(), abs=0.006)
 
 
 def test_uniform_draws_depend_on_the_sample_alone():
