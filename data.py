@@ -4,7 +4,7 @@
     EpochSampler     seed, epoch     ->  indices: the order of an epoch, dealt to the processes
     Digits           indices         ->  images float (B, C, H, W) in 0..1, labels int64 (B,)
     collate_images   those           ->  normalized images, for a network of convolutions
-    collate_tokens   those           ->  patches, places and a mask, for a network of attention
+    collate_tokens   those           ->  patches, positions and a mask, for a network of attention
     make_loader      all of these    ->  an iterable of batches
 
 Sections, in this order:
@@ -20,7 +20,7 @@ This file knows nothing of models, devices or training. The one place that a for
 pictures changes is load_dataset.
 
 Letters: N samples in a data set, B in a batch, C channels of H x W pixels, K classes,
-P places for patches in an image, L tokens of a batch's longest sample, T of all its samples.
+P positions of patches in an image; L tokens of a batch's longest sample, T of all its samples.
 "Needs" in a docstring says what to copy along with the object, imports included.
 """
 
@@ -91,7 +91,7 @@ def read_bytes(path):
             with open(path, "rb") as file:
                 if path.stat().st_size == 0:
                     return b"", path  # mmap refuses an empty file
-                # ACCESS_COPY: who writes into the tensor changes his copy, never the file.
+                # ACCESS_COPY: to write into the tensor changes a copy in memory, never the file.
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), path
         return bytearray(gzip.decompress(packed.read_bytes())), packed
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -114,8 +114,9 @@ def read_idx(path, dims):
         00 ...          60,000 x 28 x 28 pixels, row by row: 0 is black, 255 is white
 
     A file of labels has 01 in place of 03, one dimension, and then a byte for each label, 0 to 9.
-    A broken file would else be noticed somewhere in the training, or never. So all of it is checked
-    here, where its name is known; torchvision's reader stops at a bare assertion, if it stops.
+    Without a check a broken file would be noticed somewhere in the training, or never. So all of it
+    is checked here, where its name is known; torchvision's reader stops at a bare assertion, if it
+    stops at all.
 
     path     a file, or its name without the .gz that is there
     dims     3 for images of 28 x 28 pixels, 1 for labels
@@ -181,7 +182,10 @@ def load_mnist(root, train=True, name="MNIST"):
 
     Needs: Path; read_idx, check_labels, FASHION_CLASSES, IDX_FILES.
     """
-    image_file, label_file = IDX_FILES[:2] if train else IDX_FILES[2:]
+    if train:
+        image_file, label_file = IDX_FILES[:2]
+    else:
+        image_file, label_file = IDX_FILES[2:]
     folder = Path(root) / name / "raw"
     images = read_idx(folder / image_file, dims=3).unsqueeze(1)  # (N, 1, 28, 28)
     labels = read_idx(folder / label_file, dims=1).long()  # (N,)
@@ -194,7 +198,7 @@ def load_mnist(root, train=True, name="MNIST"):
 
 
 def describe(images, labels, classes, name, items):
-    """Returns all that must be known of a data set: the plain dict that is called `about`.
+    """Measures a data set: what the rest of the program has to know of it, in a dict, `about`.
 
     A network learns fastest from numbers around 0 that vary by about 1. Pixels are 0 to 255, so
     from each channel we take off its mean and divide by its standard deviation:
@@ -227,9 +231,11 @@ def describe(images, labels, classes, name, items):
         fractions = counts.double() / len(pixels)
         mean = (fractions * values).sum().item()
         variance = (fractions * (values - mean) ** 2).sum().item()
+        std = variance**0.5
+        if std == 0:  # the channel is the same everywhere: divided by 1 it becomes 0, and not NaN
+            std = 1.0
         means.append(mean)
-        # A channel that is the same everywhere: divided by 1 it becomes 0, and not NaN.
-        stds.append(variance**0.5 or 1.0)
+        stds.append(std)
     checksum = zlib.crc32(images.contiguous().numpy())
     checksum = zlib.crc32(labels.contiguous().numpy(), checksum)
     return {
@@ -243,22 +249,29 @@ def describe(images, labels, classes, name, items):
     }
 
 
-def load_dataset(choice, root, train=True, once=lambda function: function(), say=print):
+def run_here(function):
+    """Runs a function and returns its result: for load_dataset, in a program of one process."""
+    return function()
+
+
+def load_dataset(choice, root, train=True, once=run_here, log=print):
     """Loads a data set by the name that the command line has for it. Forks change this function.
 
     A fork needs no more than to return its own two parts, and `about` from describe: how many
     channels, pixels and classes there are is read from there by everything that follows.
 
     choice   "mnist", "fashion-mnist", "sample", or "auto": MNIST if it is there or can be fetched,
-             else the bundled sample, which is said through `say`
+             else the bundled sample, and `log` is told so
     root     folder of data sets, such as "data"; MNIST is in root/MNIST/raw
     train    False: no training image is read; the first value returned is None, and `about` has
              only name, items, classes and shape
-    once     runs a function in one process of several and gives its result to all of them
+    once     takes a function, runs it in one process of several, and returns its result in all:
+             two downloads into one folder would be one too many. One process alone has run_here
+    log      takes a line for the user
     returns  (images, labels) to train on, (images, labels) to test with, about
     raises   DataError: a data set asked for by its name is not to be had, or a file is broken
 
-    Needs: load_mnist, describe, fetch_mnist, DataError, SAMPLE, IDX_FILES.
+    Needs: load_mnist, describe, fetch_mnist, run_here, DataError, SAMPLE, IDX_FILES.
     """
     names = {"auto": "MNIST", "mnist": "MNIST", "fashion-mnist": "FashionMNIST", "sample": "sample"}
     name = names[choice]
@@ -271,7 +284,7 @@ def load_dataset(choice, root, train=True, once=lambda function: function(), say
                     f"{failure}; put {', '.join(IDX_FILES)} there, unpacked or as .gz, "
                     "or take --dataset sample"
                 )
-            say(f"{failure}: going on with the bundled sample of 5,000 digits")
+            log(f"{failure}: going on with the bundled sample of 5,000 digits")
             name = "sample"
 
     folder = root
@@ -344,7 +357,7 @@ def uniform_draws(seed, epoch, indices, count):
     looked up, like a cell of a table that is too large to be stored:
 
                    epoch 0                      epoch 1                 seed 0
-        sample 0   -0.27  0.75 -0.50  0.32       0.18  0.53 -0.92 -0.98
+        sample 0   -0.27  0.75 -0.50  0.32       0.54 -0.56  0.98  0.39
         sample 1    0.63 -0.96 -0.36 -0.83      -0.36  0.28 -0.22 -0.41
 
     So it does not matter with whom a sample shares its batch, or which worker has it.
@@ -532,10 +545,10 @@ def cut_patches(images):
     """Cuts images into patches of 4 x 4 pixels, numbered row by row.
 
     An image of 28 x 28 pixels has 7 x 7 of them. To attention they are what words are in a
-    sentence; their number tells where in the image a patch has been:
+    sentence; their number, the position, tells where in the image a patch was:
 
          0  1  2  3  4  5  6
-         7  8  9 10 11 12 13        place 10: pixels of rows 4 to 7 and of columns 12 to 15
+         7  8  9 10 11 12 13        position 10: pixels of rows 4 to 7 and of columns 12 to 15
         14 15 16 17 18 19 20
         21 22 23 24 25 26 27
         28 29 30 31 32 33 34
@@ -560,7 +573,7 @@ def cut_patches(images):
 
 
 def lengths_to_mask(lengths):
-    """Says which places of a padded batch hold something real: lengths (B,) -> mask bool (B, L).
+    """Says what in a padded batch is real, and what is padding: lengths (B,) -> mask bool (B, L).
 
         lengths [3, 1]  ->  1 1 1        True, drawn as 1, is real
                             1 . .        False, drawn as a dot, is padding
@@ -571,61 +584,77 @@ def lengths_to_mask(lengths):
     Needs: torch.
     """
     longest = max(1, lengths.max().item())
-    places = torch.arange(longest)  # (L,)
-    return places < lengths[:, None]  # (B, L)
+    columns = torch.arange(longest)  # (L,)
+    return columns < lengths[:, None]  # (B, L): compared with its own row's length
 
 
-def pad_rows(flat, mask, value=0):
-    """Deals rows that lie one after the other to the True places of a mask; others get `value`.
+def unpack(x, mask, value=0):
+    """Puts the tokens of a packed row where the mask is True, and `value` everywhere else.
 
-    flat [a b c d] and the mask of lengths [3, 1]  ->  a b c
-                                                       d . .
+        x   a b c d       mask  1 1 1       returned  a b c
+                                1 . .                 d 0 0
 
-    flat (T, ...), mask bool (B, L) with T times True -> (B, L, ...)
+    The same as unpack in model.py, which does it in the network; this one serves a data loader.
+
+    x         (T, ...)
+    mask      bool (B, L) with T times True
+    returns   (B, L, ...)
+
+    Needs nothing.
     """
-    padded = flat.new_full((*mask.shape, *flat.shape[1:]), value)  # (B, L, ...)
-    padded[mask] = flat  # True places are counted row by row, which is the order of `flat`
+    padded = x.new_full((*mask.shape, *x.shape[1:]), value)  # (B, L, ...)
+    padded[mask] = x  # a mask as an index goes row by row, and so does the packed row
     return padded
 
 
 def collate_packed(batch, mean, std, blank=False):
     """Makes tokens of images, those of all images in one row: no padding at all.
 
-    Most of a digit is background: of 49 patches 18 have anything on them. Attention need not look
-    at the others. But then images have different numbers of tokens, and a tensor has rows of one
-    length. There are two ways out. Sample a has 3 tokens, sample b has 5:
+    Most of a digit is background: of 49 patches 18 have anything on them, and attention need not
+    look at the others. But then images have different numbers of tokens, and the rows of a tensor
+    have equal lengths. There are two ways out. Image a has 3 tokens here, image b has 5:
 
         padded (collate_tokens)                packed (this function)
 
-        tokens  a a a . .    mask 1 1 1 . .    tokens    a a a b b b b b
-                b b b b b         1 1 1 1 1    segments  0 0 0 1 1 1 1 1
+        tokens  a a a . .    mask 1 1 1 . .    tokens  a a a b b b b b
+                b b b b b         1 1 1 1 1    places  0 1 2 5 6 7 8 9
 
     Padded is what every layer understands, but the two dots are computed like all others and then
     thrown away. Packed computes 8 tokens in place of 10, and with real digits, in batches of 128,
-    18.5 an image in place of 27. But whatever looks from token to token, as attention does, has to
-    know where a sample ends. The mask is the same in both: it tells how many tokens each sample
-    has, and where they go if they are padded.
+    18.5 an image in place of 27.
+
+    Attention, however, looks from token to token of one image. For this one step the packed tokens
+    move into a padded grid, and back into their row afterwards. `places` says which cell of the
+    grid belongs to each token. The cells are numbered row by row, place = row * L + column:
+
+        0 1 2 3 4    The first token of image b is in row 1, column 0: place 1 * 5 + 0 = 5.
+        5 6 7 8 9    Places 3 and 4 are padding, so no token has them.
+
+    The mask tells the same: places are where it is True. But whoever looks for them on a GPU
+    (mask.nonzero(), x[mask]) makes the program stop and wait, for the size of the answer depends on
+    values that only the GPU has. Here the mask is in the CPU's memory, so we look once, and the
+    places travel with the batch.
 
     batch      images float (B, C, H, W) in 0..1, labels (B,), from Digits; H and W multiples of 4
     mean, std  as in normalize
     blank      True: blank patches, which are 0 all over, are tokens as well
     returns    (tokens float (T, C * 16), positions int64 (T,), mask bool (B, L),
-               segments int64 (T,)), labels. A position is a place in the image, see cut_patches;
-               a segment is the sample's number in the batch, and segments[:, None] == segments is
-               the mask (T, T) of who may look at whom
+               places int64 (T,)), labels. A position is one in the image, see cut_patches; a place
+               is one in the grid (B, L)
     raises     DataError, see cut_patches
 
     Needs: torch; cut_patches, normalize, lengths_to_mask.
     """
     images, labels = batch
     patches = cut_patches(images)  # (B, P, C, 4, 4)
-    chosen = (patches != 0).flatten(2).any(2)  # (B, P): which patches are non-blank
+    chosen = (patches != 0).flatten(2).any(2)  # (B, P): which patches are not blank
     if blank:
         chosen = torch.ones_like(chosen)
-    segments, positions = chosen.nonzero(as_tuple=True)  # (T,), (T,): row and column of each True
     tokens = normalize(patches[chosen], mean, std)  # (T, C, 4, 4)
+    _, positions = chosen.nonzero(as_tuple=True)  # (T,): the columns of its True values
     mask = lengths_to_mask(chosen.sum(1))  # (B, L)
-    return (tokens.flatten(1), positions, mask, segments), labels
+    places = mask.flatten().nonzero().squeeze(1)  # (T,)
+    return (tokens.flatten(1), positions, mask, places), labels
 
 
 def collate_tokens(batch, mean, std, blank=False):
@@ -647,10 +676,12 @@ def collate_tokens(batch, mean, std, blank=False):
     returns  (tokens float (B, L, C * 16), positions int64 (B, L), mask bool (B, L)), labels.
              Padding is 0, and so is its position: the mask alone tells it from a real token
 
-    Needs: collate_packed, pad_rows.
+    Needs: collate_packed, unpack.
     """
     (tokens, positions, mask, _), labels = collate_packed(batch, mean, std, blank)
-    return (pad_rows(tokens, mask), pad_rows(positions, mask), mask), labels
+    tokens = unpack(tokens, mask)  # (B, L, C * 16)
+    positions = unpack(positions, mask)  # (B, L)
+    return (tokens, positions, mask), labels
 
 
 def collate_padded(batch, value=0):
@@ -667,7 +698,7 @@ def collate_padded(batch, value=0):
     value    what stands in the padding
     returns  padded (B, L, ...), mask bool (B, L) with True = real; and labels (B, ...) if there are
 
-    Needs: torch; lengths_to_mask, pad_rows.
+    Needs: torch; lengths_to_mask, unpack.
     """
     has_labels = isinstance(batch[0], tuple)
     sequences = []
@@ -682,7 +713,7 @@ def collate_padded(batch, value=0):
     if not filled:
         filled = sequences[:1]
     mask = lengths_to_mask(lengths)  # (B, L)
-    padded = pad_rows(torch.cat(filled), mask, value)  # (T, ...) -> (B, L, ...)
+    padded = unpack(torch.cat(filled), mask, value)  # (T, ...) -> (B, L, ...)
     if not has_labels:
         return padded, mask
     labels = torch.stack([torch.as_tensor(label) for _, label in batch])  # (B, ...)
@@ -708,7 +739,7 @@ def padding_of_rank(size, world_size, rank):
 
 
 class EpochSampler(Sampler):
-    """The order of an epoch, shuffled, and this process's share of it.
+    """The order of an epoch, shuffled, and the part of it that is this process's.
 
     Seven samples, two processes ("ranks") and batches of two; in each rank two workers load them:
 
@@ -721,9 +752,10 @@ class EpochSampler(Sampler):
         rank 1       [0 1]      [2 3]         in the order in which they were asked for
 
     Ranks wait for each other in every step, so all of them need equally many samples; but no sample
-    may count twice. Therefore `padding` says how many samples, 0 or 1, at the end of this rank's
-    epoch are there for no other purpose: who sums up losses leaves them out. (torch's own
-    DistributedSampler repeats samples too, and does not tell which.)
+    may count twice. So a rank that has one too few repeats one, and `padding` says so: that many
+    samples, 0 or 1, at the end of this rank's epoch are repeated, and have to be left out wherever
+    losses are summed up. (torch's own DistributedSampler repeats samples too, and does not say
+    which.)
 
     The order is a function of (seed, epoch). So all ranks know it without talking, and a run that
     was stopped goes on where it was: set_epoch(3, start=256) begins at this rank's 257th sample,
@@ -771,7 +803,8 @@ class EpochSampler(Sampler):
         else:
             order = list(WeightedRandomSampler(self.weights, self.size, generator=generator))
         missing = len(self) * self.world_size - self.size
-        order += order[:1] * missing  # any index will do that the data set has
+        # Padding: any index of the data set will do, and the first one is at hand.
+        order.extend(order[:1] * missing)
         yield from order[self.rank :: self.world_size][start:]
 
 
@@ -811,6 +844,8 @@ def make_loader(
 
     Needs: torch, DataLoader, IterableDataset; DigitStream, collate_default, seed_worker.
     """
+    if collate is None:
+        collate = collate_default
     if isinstance(dataset, DigitStream):
         batch_size = None  # its items are whole batches
     # Workers that live on from epoch to epoch need not be started again. They hold a copy of the
@@ -824,7 +859,7 @@ def make_loader(
         batch_size,
         sampler=sampler,
         num_workers=workers,
-        collate_fn=collate or collate_default,
+        collate_fn=collate,
         pin_memory=pin_memory,
         worker_init_fn=seed_worker,
         persistent_workers=persistent,

@@ -3,13 +3,13 @@
     1. Convolutions    SimpleCNN             images (B, C, H, W) -> logits (B, K)
 
     2. Attention       check_mask            what a mask is: True = a real token, everywhere
-                       unpack                packed tokens back into their padded places
+                       unpack, pack          from one row of tokens to a padded grid, and back
                        SimpleSelfAttention   tokens look at each other; padding, packing, causal
                        TemperatureSoftmax    a softmax whose sharpness is learnt
                        MaskedPooling         one vector for each sample
                        Block                 attention and a small network for each token
                        AttentionClassifier   (tokens, positions, mask) -> logits (B, K)
-                       attention_weights     which places contributed to the answer
+                       attention_weights     which patches contributed to the answer
                        init_weights, count_parameters
 
     3. Quantization    RoundSTE              rounding that can be learnt through
@@ -23,9 +23,9 @@ This file knows nothing of files or training, and imports torch alone. `python m
 shapes on their way through both networks.
 
 Letters in shapes: B samples in a batch, C channels, H and W height and width, K classes; L tokens
-of the longest sample, T real tokens of all samples, P pixels of a patch, d the width of a token in
-the network; in attention, H heads of width D = d / H. "Needs" at the end of a docstring: what to
-copy along, imports first.
+of the longest sample, T real tokens of all samples, V values of a patch, P positions in an image, d
+the width of a token in the network; in attention, H heads of width D = d / H. "Needs" at the end of
+a docstring: what to copy along, imports first.
 """
 
 import math
@@ -122,21 +122,21 @@ class SimpleCNN(nn.Module):
 
 
 def check_mask(mask, shape=None):
-    """An error unless `mask` is a bool tensor of this shape (None: of any). What a mask is:
+    """Raises an error unless `mask` is a bool tensor, of this shape if one is given.
 
-    Samples have different numbers of tokens, and a batch is one tensor: short samples are filled up
-    with padding, and a mask says which tokens are real. In this project True = a real token, or
-    "may be looked at", in every function. `nn.MultiheadAttention` has it the other way round: its
-    key_padding_mask is True where there is padding, so ours is its ~mask. (The attn_mask of
-    F.scaled_dot_product_attention is of our kind.) A mask of numbers is refused, because nobody can
-    see whether its 1 means real or padding.
+    What a mask is: samples have different numbers of tokens, and a batch is one tensor. So short
+    samples are filled up with padding, and a mask says which tokens are real. In this project True
+    = a real token, or "may be looked at", in every function. `nn.MultiheadAttention` has it the
+    other way round: its key_padding_mask is True where there is padding, so ours is its ~mask. (The
+    attn_mask of F.scaled_dot_product_attention is of our kind.) A mask of numbers is refused,
+    because nobody can see whether its 1 means real or padding.
 
         mask (B, L): two samples, of 3 tokens and of 1       1 1 1 .
                                                              1 . . .
 
-    For each sample, attention makes of it which query (row) may look at which key (column). With
-    `causal`, a token looks only at itself and at earlier ones, as a language model must. For the
-    sample of 3 tokens (1 = may look, . = may not):
+    From its row of the mask follows, for each sample, which token may look (the query, a row below)
+    at which other token (the key, a column). With `causal`, a token looks only at itself and at
+    earlier ones, as a language model must. For the sample of 3 tokens (1 = may look, . = may not):
 
         padding       1 1 1 .      causal    1 . . .      both    1 . . .
                       1 1 1 .                1 1 . .              1 1 . .
@@ -155,11 +155,12 @@ def check_mask(mask, shape=None):
 
 
 def check_padding_mask(mask, shape=None):
-    """An error unless `mask` is bool (B, L), and for a causal mask (L, L) that fits because B = L.
+    """Raises an error unless `mask` is bool (B, L), and also for what looks like a causal mask.
 
-    Both kinds have two dimensions then, and the wrong reading would give numbers that look right.
-    A triangle of 3 or more tokens, of either polarity, is taken for a causal mask. As a padding
-    mask it would say that the samples have 1, 2, ... L tokens, in this very order.
+    Somebody may give a causal mask (L, L) to a layer that expects padding (B, L). If B happens to
+    equal L it fits, and the numbers that come out look right. So a triangle of 3 or more tokens, of
+    either polarity, is taken for a causal mask. As a padding mask it would say that the samples
+    have 1, 2, ... L tokens, in this very order, which hardly ever happens by itself.
 
     TypeError for another dtype, ValueError for another shape (None: any B and L) and the triangle.
     Needs: torch, check_mask, can_read.
@@ -180,11 +181,12 @@ def check_padding_mask(mask, shape=None):
 
 
 def can_read(x):
-    """Whether Python may look at the values of x: not on a GPU, nor while a graph is being traced.
+    """Says whether Python may look at the values of x. On a GPU it should not.
 
-    `if x.max() > 3` needs the number now. A GPU works behind the program and would have to catch up
-    first, at each such line; in a traced graph (torch.compile, torch.export) there is no number
-    yet. So checks of values are made on CPU tensors alone. Needs: torch.
+    `if x.max() > 3` needs the number now. A GPU works some way behind the program, and at each such
+    line the program would have to wait until it has caught up. And while a graph is being traced
+    (torch.compile, torch.export) there is no number yet. So values are checked on a CPU alone.
+    Needs: torch.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
@@ -202,29 +204,64 @@ def check_tokens(x, packed):
         )
 
 
-def unpack(x, mask):
-    """Puts packed tokens back into their places in a padded tensor.
+def find_places(mask):
+    """The places of the real tokens in a padded grid, whose cells are numbered row by row.
 
-    Packing is the other way to join samples of different lengths: all real tokens stand in one row,
-    and no work is spent on padding. The mask says where each would stand, row by row:
+        mask  1 1 1 .      cells  0 1 2 3      returned  0 1 2 4      place = row * L + column
+              1 . . .             4 5 6 7
 
-        x      a b c d           mask  1 1 1 .      returned  a b c 0
-                                       1 . . .                d 0 0 0
+    On a GPU this is a line at which the program stops and waits: how long the result is depends on
+    values that only the GPU has. So it is best done once, in the data loader, where the mask is in
+    the CPU's memory (see collate_packed in data.py).
 
-    x (T, ...), mask bool (B, L) with T times True -> (B, L, ...), 0 where the mask is False. The
-    way back is x[mask]. TypeError for another mask, ValueError for another number of True.
-    Needs: check_mask.
+    mask bool (B, L) with T times True -> int64 (T,). Needs nothing.
+    """
+    return mask.flatten().nonzero().squeeze(1)
+
+
+def unpack(x, mask, places=None):
+    """Puts packed tokens into their places in a padded grid; pack is the way back.
+
+    Padding is one way to make one tensor of samples of different lengths. Packing is the other: all
+    real tokens stand in one row, and no work is spent on padding. Linear layers and norms work on
+    each token by itself and take that row as it is. Attention works on whole samples, and for it
+    the tokens move into the grid:
+
+        x       a b c d       mask  1 1 1 .       returned  a b c 0
+        places  0 1 2 4             1 . . .                 d 0 0 0
+
+    x       (T, ...)
+    mask    bool (B, L) with T times True
+    places  int64 (T,), find_places(mask); None: they are looked for here, and a GPU has to wait
+    returns (B, L, ...), 0 where the mask is False
+
+    TypeError for another mask. ValueError for another number of True, and for places that are not
+    those of the mask (where can_read). Needs: torch, can_read, check_mask, find_places.
     """
     check_mask(mask)
     if mask.ndim != 2:
         raise ValueError(f"mask: shape (B, L) expected, {tuple(mask.shape)} found")
-    places = mask.nonzero(as_tuple=True)  # rows (T,), columns (T,)
-    # This compares shapes, not values. Without it a single token would be copied into all places.
-    if len(places[0]) != len(x):
-        raise ValueError(f"{len(x)} packed tokens, but {len(places[0])} times True in the mask")
-    padded = x.new_zeros(*mask.shape, *x.shape[1:])  # (B, L, ...)
-    padded[places] = x
-    return padded
+    if places is None:
+        places = find_places(mask)
+    elif can_read(mask) and not torch.equal(places, find_places(mask)):
+        raise ValueError("places: not where the mask is True, row by row; see find_places")
+    # This compares shapes, not values: it costs a GPU nothing.
+    T = x.shape[0]  # not len(x), which a traced graph would take for a constant
+    if places.shape != (T,):
+        raise ValueError(f"{T} packed tokens, but {places.numel()} times True in the mask")
+    B, L = mask.shape
+    cells = x.new_zeros(B * L, *x.shape[1:])
+    cells.index_copy_(0, places, x)  # cells[places] = x, without looking at the values of places
+    return cells.unflatten(0, (B, L))  # (B, L, ...)
+
+
+def pack(x, places):
+    """Takes the real tokens out of a padded grid, into one row: x (B, L, ...), (T,) -> (T, ...).
+
+    Needs nothing.
+    """
+    cells = x.flatten(0, 1)  # (B * L, ...)
+    return cells.index_select(0, places)  # (T, ...)
 
 
 class SimpleSelfAttention(nn.Module):
@@ -260,12 +297,14 @@ class SimpleSelfAttention(nn.Module):
     nothing.
 
     Packed: packed=True, x (T, d), the real tokens of all samples in one row, and a mask (B, L) with
-    T times True -> (T, d). Samples do not see each other, and padding is never projected.
+    T times True -> (T, d). Samples do not see each other, and padding is never projected. Give
+    `places` along if you have them, see unpack: without them a GPU has to wait.
 
     TypeError for a mask that is not bool, ValueError for shapes that do not fit.
 
     Vaswani et al. 2017, arXiv 1706.03762.
-    Needs: math, torch, nn, F, check_tokens, check_mask, check_padding_mask, unpack.
+    Needs: math, torch, nn, F, check_tokens, check_mask, check_padding_mask, find_places, unpack,
+    pack.
     """
 
     def __init__(self, d_model, n_heads, kernel="fused", causal=False):
@@ -280,14 +319,16 @@ class SimpleSelfAttention(nn.Module):
         self.qkv = nn.Linear(d_model, 3 * d_model)  # queries, keys and values in one product
         self.out = nn.Linear(d_model, d_model)  # mixes what the heads have found
 
-    def forward(self, x, mask=None, packed=False):
+    def forward(self, x, mask=None, packed=False, places=None):
         mask = self.checked(x, mask, packed)
+        if packed and places is None:
+            places = find_places(mask)
         if not packed and mask.ndim == 2:
             # A weight of 0 does not keep NaN out, as 0 * NaN is NaN. So padding becomes 0 first.
             x = x.masked_fill(~mask[..., None], 0)  # (B, L, d)
         qkv = self.qkv(x)  # (B, L, 3d), or packed (T, 3d)
         if packed:
-            qkv = unpack(qkv, mask)  # (B, L, 3d): only the scores need padded samples
+            qkv = unpack(qkv, mask, places)  # (B, L, 3d): only the scores need padded samples
         qkv = qkv.unflatten(-1, (3, self.n_heads, -1))  # (B, L, 3, H, D)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # (B, H, L, D) each
 
@@ -295,10 +336,10 @@ class SimpleSelfAttention(nn.Module):
         # A softmax over nothing is 0 / 0 = NaN, and its gradient would spoil all weights. So a
         # query that may look at nothing looks at everything here, and gets its zeros at the end.
         sees_nothing = ~allowed.any(-1, keepdim=True)  # (B, 1, 1 or L, 1)
-        found = self.look(q, k, v, allowed | sees_nothing)  # (B, H, L, D)
+        found = self.attend(q, k, v, allowed | sees_nothing)  # (B, H, L, D)
         found = found.transpose(1, 2).flatten(2)  # (B, L, d): the heads side by side
         if packed:
-            return self.out(found[mask])  # (T, d)
+            return self.out(pack(found, places))  # (T, d)
         # The output becomes 0 after `out`, whose bias would otherwise stand there.
         nothing = sees_nothing[:, 0]  # (B, 1 or L, 1)
         if mask.ndim == 2:
@@ -309,7 +350,7 @@ class SimpleSelfAttention(nn.Module):
         """The mask, if x and it are of the shapes in the docstring above; otherwise an error."""
         check_tokens(x, packed)
         if packed:
-            check_padding_mask(mask)  # not None: it says where a sample ends
+            check_padding_mask(mask)  # None is an error here: the mask says where a sample ends
             return mask
         B, L = x.shape[:2]
         if mask is None:
@@ -332,7 +373,7 @@ class SimpleSelfAttention(nn.Module):
             allowed = allowed & earlier  # (B, 1, L, L)
         return allowed
 
-    def look(self, q, k, v, allowed):
+    def attend(self, q, k, v, allowed):
         """softmax(q k^T / sqrt(D)) v, over the keys that are allowed: the formula at the top."""
         if self.kernel == "fused":
             return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
@@ -352,6 +393,9 @@ class TemperatureSoftmax(nn.Module):
         t = 0.2    0.99  0.01      cold: nearly the largest alone
         t = 1      0.73  0.27      the usual softmax
         t = 5      0.55  0.45      hot: nearly the mean
+
+    It is worth learning where the scores are bounded, as in MaskedPooling. A linear layer before
+    the softmax can make its scores larger or smaller by itself.
 
     A temperature must stay above 0, and an optimizer knows no bounds. So the parameter is a number
     `raw` without bounds, and t = start * (softplus(raw) + 0.01) / (softplus(0) + 0.01), where
@@ -396,43 +440,51 @@ class MaskedPooling(nn.Module):
 
     A classifier needs one vector, and a sample has many tokens. Vision transformers often add one
     more token, the class token, that looks at the others and is read at the end. Pooling does the
-    same with less: each token gets a score, a softmax makes weights of the scores, and the answer
-    is the weighted mean. The weights can be looked at: they say where the answer came from.
+    same with less: a learnt vector, the query, says what to look for, and a token's score is the
+    cosine of the angle between the two. A softmax makes weights of the scores, and the answer is
+    the weighted mean. The weights can be looked at: they say where the answer came from.
 
-        tokens x     [1, 0]  [0, 2]  padding
-        scores         0       1        -
-        weights      0.27    0.73       0          softmax of the scores of real tokens
-        returned     0.27 * [1, 0] + 0.73 * [0, 2] = [0.27, 1.46]
+        tokens x     [1, 0]  [0, 2]  padding       query [3, 4], of length 5
+        scores         0.6     0.8      -          3 / 5 and 4 / 5; the tokens' lengths do not count
+        weights       0.12    0.88      0          softmax([0.6, 0.8] / t) with t = 0.1
+        returned     0.12 * [1, 0] + 0.88 * [0, 2] = [0.12, 1.76]
 
-    x (B, L, d), mask bool (B, L), or packed=True, x (T, d) and a mask with T times True -> (B, d);
-    zeros for a sample without a token. The errors are those of SimpleSelfAttention.
-    Needs: nn, TemperatureSoftmax, check_tokens, check_mask, unpack.
+    The temperature t has work to do here. A cosine is at most 1, and a softmax over numbers from -1
+    to 1 cannot choose: no weight is more than e^2 = 7.4 times another. So t begins at 0.1, where it
+    can be e^20 times another, and is learnt. Behind a linear score, t would do nothing: to divide
+    the scores by t is to divide the layer's weight.
+
+    x (B, L, d), mask bool (B, L), or packed=True, x (T, d), a mask with T times True and perhaps
+    places (see unpack) -> (B, d); zeros for a sample without a token. The errors are those of
+    SimpleSelfAttention.
+
+    Cosine and temperature: Liu et al. 2022, arXiv 2111.09883.
+    Needs: torch, nn, F, TemperatureSoftmax, check_tokens, check_mask, unpack.
     """
 
     def __init__(self, d_model):
         super().__init__()
-        self.score = nn.Linear(d_model, 1)
-        # After a learnt layer the temperature adds nothing: score.weight / t is another weight. It
-        # stands here to be seen at work.
-        self.softmax = TemperatureSoftmax()
+        self.query = nn.Parameter(torch.randn(d_model))
+        self.softmax = TemperatureSoftmax(0.1)
 
-    def forward(self, x, mask, packed=False):
+    def forward(self, x, mask, packed=False, places=None):
+        x = self.padded(x, mask, packed, places)  # (B, L, d)
+        weights = self.weights(x, mask)  # (B, L)
+        return (weights[:, None] @ x).squeeze(1)  # (B, 1, L) @ (B, L, d) -> (B, d)
+
+    def padded(self, x, mask, packed=False, places=None):
+        """x (B, L, d), or packed (T, d) -> (B, L, d), with 0 in the padding."""
         check_tokens(x, packed)
-        if not packed:
-            check_mask(mask, x.shape[:2])
-            x = x.masked_fill(~mask[..., None], 0)  # as in SimpleSelfAttention: 0 * NaN is NaN
-        weights = self.weights(x, mask, packed)  # (B, L)
-        if not packed:
-            return (weights[:, None] @ x).squeeze(1)  # (B, 1, L) @ (B, L, d) -> (B, d)
-        weighted = weights[mask][:, None] * x  # (T, d)
-        sample = mask.nonzero()[:, 0]  # (T,): 0 0 0 1 for samples of 3 tokens and of 1
-        return x.new_zeros(mask.shape[0], x.shape[1]).index_add(0, sample, weighted)  # (B, d)
-
-    def weights(self, x, mask, packed=False):
-        """The weights of all tokens, (B, L): a row adds up to 1, or to 0 where no token is real."""
-        scores = self.score(x).squeeze(-1)  # (B, L), or (T,)
         if packed:
-            scores = unpack(scores, mask)  # (B, L)
+            return unpack(x, mask, places)
+        check_mask(mask, x.shape[:2])
+        return x.masked_fill(~mask[..., None], 0)  # as in SimpleSelfAttention: 0 * NaN is NaN
+
+    def weights(self, x, mask):
+        """The weights of padded tokens, (B, L): a row adds up to 1, or to 0 where none is real."""
+        # The cosine divides by the lengths. Padding has length 0, in whose place eps is taken. Its
+        # inverse enters the gradient, and 1 / 1e-8, the default, is more than fp16 can hold.
+        scores = F.cosine_similarity(x, self.query, dim=-1, eps=1e-3)  # (B, L)
         return self.softmax(scores, mask)
 
 
@@ -452,8 +504,10 @@ class Block(nn.Module):
     d_model, n_heads, kernel, causal  as in SimpleSelfAttention
     dropout                           of what each branch adds
 
-    x (B, L, d), mask (B, L), or packed=True and x (T, d) -> the shape of x. Padding may hold any
-    finite number. Xiong et al. 2020, arXiv 2002.04745. Needs: nn, F, SimpleSelfAttention.
+    x (B, L, d), mask (B, L), or packed=True, x (T, d) and perhaps places -> the shape of x. Padding
+    may hold any finite number.
+
+    Xiong et al. 2020, arXiv 2002.04745. Needs: nn, F, SimpleSelfAttention.
     """
 
     def __init__(self, d_model, n_heads, dropout=0.0, kernel="fused", causal=False):
@@ -465,8 +519,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * d_model, d_model)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x, mask=None, packed=False):
-        seen = self.attention(self.norm1(x), mask, packed)
+    def forward(self, x, mask=None, packed=False, places=None):
+        seen = self.attention(self.norm1(x), mask, packed, places)
         x = x + self.dropout(seen)
         made = self.down(F.gelu(self.up(self.norm2(x))))
         return x + self.dropout(made)
@@ -475,12 +529,12 @@ class Block(nn.Module):
 class AttentionClassifier(nn.Module):
     """A small vision transformer: patches of an image are tokens, and blocks let them talk.
 
-        tokens (B, L, P)  -> embed, + position embedding -> blocks -> norm -> pool -> head -> (B, K)
+        tokens (B, L, V)  -> embed, + position embedding -> blocks -> norm -> pool -> head -> (B, K)
 
     Attention treats its tokens as a set: shuffled, they give the same answers, and a digit would be
-    a bag of patches. So each token carries where it was: a learnt vector for each place, the
-    position embedding, is added to it. So the order does not matter, and blank patches can be left
-    out.
+    a bag of patches. So each token carries where in the image it was: a learnt vector for each
+    position, the position embedding, is added to it. Then the order does not matter, and blank
+    patches can be left out.
 
     Gradient checkpointing trades time for memory. A backward pass needs what the forward pass
     computed, and usually every layer's output is kept for it. With grad_checkpoint only the input
@@ -497,16 +551,24 @@ class AttentionClassifier(nn.Module):
     classes          K
     grad_checkpoint  as above, in training
     blocks, n_heads  number of blocks, and of heads in each
-    patch            P, pixels of a patch (times channels)
-    places           number of places that a patch can come from: 7 x 7 = 49 for MNIST
+    patch            V: 4 x 4 pixels, times channels
+    positions        P, from which a patch can come: 7 x 7 = 49 for MNIST
 
-    batch = (tokens float (B, L, P), positions int64 (B, L), mask bool (B, L)), in which padding may
-    hold anything; or packed (tokens (T, P), positions (T,), mask (B, L)) -> logits (B, K). What
-    follows in the tuple is not used. ValueError for shapes that do not fit and for a position that
-    is no place (a GPU has its own error for that).
+    A batch is a tuple, padded or packed:
+
+                     padded       packed
+        tokens       (B, L, V)    (T, V)     float
+        positions    (B, L)       (T,)       int64: where in the image the patch was, 0 to P - 1
+        mask         (B, L)       (B, L)     bool, True = a real token
+        places                    (T,)       int64: where in the grid (B, L) its token is, unpack
+
+    -> logits (B, K). Padding may hold anything. Places may be missing: they are then found from the
+    mask, for which a GPU has to wait. ValueError for shapes that do not fit, and for positions and
+    places that cannot be (on a GPU only those out of range are noticed, by an error of its own).
 
     Dosovitskiy et al. 2021, arXiv 2010.11929. Checkpointing: Chen et al. 2016, arXiv 1604.06174.
-    Needs: nn, checkpoint, Block, MaskedPooling, check_padding_mask, can_read, init_weights.
+    Needs: nn, checkpoint, Block, MaskedPooling, check_padding_mask, can_read, find_places,
+    init_weights.
     """
 
     def __init__(
@@ -519,11 +581,11 @@ class AttentionClassifier(nn.Module):
         blocks=2,
         n_heads=4,
         patch=16,
-        places=49,
+        positions=49,
     ):
         super().__init__()
         self.embed = nn.Linear(patch, width)
-        self.place = nn.Embedding(places, width)
+        self.position_embedding = nn.Embedding(positions, width)
         self.blocks = nn.ModuleList()
         for _ in range(blocks):
             self.blocks.append(Block(width, n_heads, dropout, kernel))
@@ -534,31 +596,36 @@ class AttentionClassifier(nn.Module):
         self.apply(init_weights)
 
     def forward(self, batch):
-        x, mask, packed = self.features(batch)
-        return self.head(self.pool(x, mask, packed))  # (B, K)
+        x, mask, packed, places = self.features(batch)
+        return self.head(self.pool(x, mask, packed, places))  # (B, K)
 
     def features(self, batch):
-        """The tokens after all blocks, x (B, L, d) or (T, d); the mask; and whether x is packed."""
+        """The tokens after all blocks, (B, L, d) or (T, d), and what the pooling needs beside."""
         tokens, positions, mask = batch[:3]
         packed = tokens.ndim == 2
         self.check_batch(tokens, positions, mask, packed)
-        if not packed:
+        places = None
+        if packed and len(batch) > 3:
+            places = batch[3]
+        elif packed:
+            places = find_places(mask)  # once here, and not again in each block
+        else:
             tokens = tokens.masked_fill(~mask[..., None], 0)
             positions = positions.masked_fill(~mask, 0)
-        self.check_places(positions)
-        x = self.embed(tokens) + self.place(positions)  # (B, L, d), or (T, d)
+        self.check_positions(positions)
+        x = self.embed(tokens) + self.position_embedding(positions)  # (B, L, d), or (T, d)
         for block in self.blocks:
             if self.grad_checkpoint and self.training:
-                x = checkpoint(block, x, mask, packed, use_reentrant=False)
+                x = checkpoint(block, x, mask, packed, places, use_reentrant=False)
             else:
-                x = block(x, mask, packed)
-        return self.norm(x), mask, packed
+                x = block(x, mask, packed, places)
+        return self.norm(x), mask, packed, places
 
     def check_batch(self, tokens, positions, mask, packed):
         """A ValueError or TypeError unless the three tensors fit together."""
         if tokens.ndim not in (2, 3) or tokens.shape[:-1] != positions.shape:
             raise ValueError(
-                "tokens (B, L, P) with positions (B, L), or packed (T, P) with (T,) expected,"
+                "tokens (B, L, V) with positions (B, L), or packed (T, V) with (T,) expected,"
                 f" {tuple(tokens.shape)} with {tuple(positions.shape)} found"
             )
         if packed:
@@ -566,45 +633,47 @@ class AttentionClassifier(nn.Module):
         else:
             check_padding_mask(mask, positions.shape)
 
-    def check_places(self, positions):
-        """ValueError for a position that is no place: the embedding's own error names no number."""
+    def check_positions(self, positions):
+        """ValueError for a position beyond the last: the embedding's own error names no number."""
         if not can_read(positions) or positions.numel() == 0:
             return
         low = positions.min().item()
         high = positions.max().item()
-        places = self.place.num_embeddings
-        if low < 0 or high >= places:
-            raise ValueError(f"positions {low} to {high}, places 0 to {places - 1}")
+        last = self.position_embedding.num_embeddings - 1
+        if low < 0 or high > last:
+            raise ValueError(f"positions {low} to {high} found, 0 to {last} expected")
 
 
 def attention_weights(model, batch):
-    """How much each place of each sample contributed to the answer of an AttentionClassifier.
+    """How much each patch of each image contributed to the answer of an AttentionClassifier.
 
-    These are the weights of the pooling, put back to where the tokens came from. A place without a
-    token has 0; the weights of a sample add up to 1 (to 0 if it has no token). Drawn over the image
-    they show where the network looked at the end. It is not the whole story, for tokens have looked
-    at each other in the blocks before.
+    These are the weights of the pooling, put back to where in the image the tokens came from. A
+    position without a token has 0; the weights of a sample add up to 1 (to 0 if it has no token).
+    Drawn over the image they show where the network looked at the end. It is not the whole story,
+    for tokens have looked at each other in the blocks before.
 
     model   an AttentionClassifier; it computes in evaluation mode and is left as it was
     batch   what the model takes, padded or packed
-    returns float32 (B, places), >= 0, without a gradient. Needs: torch, unpack.
+    returns float32 (B, P), >= 0, without a gradient. Needs: torch, unpack.
     """
     in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
-            x, mask, packed = model.features(batch)
-            weights = model.pool.weights(x, mask, packed).float()  # (B, L)
+            x, mask, packed, places = model.features(batch)
+            x = model.pool.padded(x, mask, packed, places)  # (B, L, d)
+            weights = model.pool.weights(x, mask).float()  # (B, L)
     finally:
         for module in in_training:
             module.training = True
     positions = batch[1]
     if packed:
-        positions = unpack(positions, mask)  # (B, L)
+        positions = unpack(positions, mask, places)  # (B, L)
     else:
         positions = positions.masked_fill(~mask, 0)  # padding may hold anything; its weight is 0
-    by_place = weights.new_zeros(mask.shape[0], model.place.num_embeddings)
-    return by_place.scatter_add(1, positions, weights)  # (B, places)
+    B, P = mask.shape[0], model.position_embedding.num_embeddings
+    by_position = weights.new_zeros(B, P)
+    return by_position.scatter_add(1, positions, weights)  # (B, P)
 
 
 def init_weights(module):

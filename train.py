@@ -110,7 +110,7 @@ def build_attention(args, about):
         args.attention_kernel,
         args.grad_checkpoint,
         patch=channels * 4 * 4,
-        places=(height // 4) * (width // 4),
+        positions=(height // 4) * (width // 4),
     )
 
 

@@ -13,12 +13,13 @@ import data
 import utils
 from helpers import NORM
 from model import (
-    AttentionClassifier, Block, MaskedPooling, SimpleSelfAttention, TemperatureSoftmax, attention_weights, init_weights, unpack,
+    AttentionClassifier, Block, MaskedPooling, SimpleSelfAttention, TemperatureSoftmax, attention_weights, find_places,
+    init_weights, pack, quantize, unpack,
 )
 
 KERNELS = pytest.mark.parametrize("kernel", ["manual", "fused"])
 collate_tokens, collate_packed = (partial(collate, **NORM) for collate in (data.collate_tokens, data.collate_packed))
-GATES = torch.arange(7) < torch.tensor([3, 1, 5, 7])[:, None]  # (4, 7): lengths 3, 1, 5, 7
+MASK = torch.arange(7) < torch.tensor([3, 1, 5, 7])[:, None]  # (4, 7): lengths 3, 1, 5, 7
 
 
 def digits(indices, augment=False):
@@ -55,13 +56,13 @@ def test_equals_multihead_attention_in_outputs_and_gradients(kernel, masked):
         theirs.out_proj.bias.copy_(ours.out.bias)
     x = torch.randn(4, 7, 16, requires_grad=True)
     if masked:
-        x = x.detach().masked_fill(~GATES[..., None], 0).requires_grad_()  # theirs looks at padded queries as well
-    mask = GATES if masked else None
-    mine, reference = ours(x, mask), theirs(x, x, x, key_padding_mask=~GATES if masked else None, need_weights=False)[0]
-    real = GATES[..., None] if masked else torch.ones(4, 7, 1)  # nobody asks what a padded query answers
+        x = x.detach().masked_fill(~MASK[..., None], 0).requires_grad_()  # theirs looks at padded queries as well
+    mask = MASK if masked else None
+    mine, reference = ours(x, mask), theirs(x, x, x, key_padding_mask=~MASK if masked else None, need_weights=False)[0]
+    real = MASK[..., None] if masked else torch.ones(4, 7, 1)  # nobody asks what a padded query answers
     assert ((mine - reference) * real).abs().max() < 1e-5
     if masked:
-        assert not mine[~GATES].any()
+        assert not mine[~MASK].any()
     mine = gradients(mine * real, [x, ours.qkv.weight, ours.qkv.bias, ours.out.weight, ours.out.bias])
     theirs = gradients(reference * real, [x, theirs.in_proj_weight, theirs.in_proj_bias, theirs.out_proj.weight, theirs.out_proj.bias])
     error = largest([(mine[0] * real), *mine[1:]], [(theirs[0] * real), *theirs[1:]])
@@ -106,9 +107,9 @@ def test_causal_with_padding_and_packed_equals_a_mask_for_each_query(kernel):
     plain.load_state_dict(layer.state_dict())
     row = torch.randn(16, 16, requires_grad=True)
     triangle = torch.ones(7, 7, dtype=torch.bool).tril()
-    reference = plain(unpack(row, GATES), GATES[:, None] & triangle)[GATES]
+    reference = plain(unpack(row, MASK), MASK[:, None] & triangle)[MASK]
     expected = gradients(reference, [row, *plain.parameters()])
-    for ours in (layer(unpack(row, GATES), GATES)[GATES], layer(row, GATES, packed=True)):
+    for ours in (layer(unpack(row, MASK), MASK)[MASK], layer(row, MASK, packed=True)):
         assert (ours - reference).abs().max() < 1e-5
         assert largest(gradients(ours, [row, *layer.parameters()]), expected) < 1e-5
 
@@ -119,12 +120,12 @@ class LanguageModel(nn.Module):
     def __init__(self, letters=11, width=16):
         super().__init__()
         self.embed = nn.Embedding(letters, width)
-        self.place = nn.Embedding(20, width)
+        self.position_embedding = nn.Embedding(20, width)
         self.blocks = nn.ModuleList([Block(width, 4, causal=True), Block(width, 4, causal=True)])
         self.head = nn.Linear(width, letters)
 
     def forward(self, tokens, positions, mask, packed=False):
-        x = self.embed(tokens) + self.place(positions)
+        x = self.embed(tokens) + self.position_embedding(positions)
         for block in self.blocks:
             x = block(x, mask, packed)
         return self.head(x)
@@ -134,20 +135,20 @@ def test_a_causal_language_model_agrees_padded_and_packed_and_never_looks_ahead(
     torch.manual_seed(0)
     network = LanguageModel()
     tokens, positions = torch.randint(11, (4, 7)), torch.arange(7).expand(4, 7)
-    padded = network(tokens, positions, GATES)
-    packed = network(tokens[GATES], positions[GATES], GATES, packed=True)
-    assert (padded[GATES] - packed).abs().max() < 1e-5
+    padded = network(tokens, positions, MASK)
+    packed = network(tokens[MASK], positions[MASK], MASK, packed=True)
+    assert (padded[MASK] - packed).abs().max() < 1e-5
     targets, parameters = torch.randint(11, (16,)), list(network.parameters())
-    theirs, ours = (torch.autograd.grad(F.cross_entropy(logits, targets), parameters) for logits in (padded[GATES], packed))
+    theirs, ours = (torch.autograd.grad(F.cross_entropy(logits, targets), parameters) for logits in (padded[MASK], packed))
     assert largest(theirs, ours) < 1e-5
-    for place in range(7):
+    for column in range(7):
         changed = tokens.clone()
-        changed[:, place] = (changed[:, place] + 1) % 11
-        again = network(changed, positions, GATES)
-        assert not (again - padded)[:, :place].any()
-        assert (again - padded)[GATES[:, place], place].abs().amax() > 1e-3
-        again = network(changed[GATES], positions[GATES], GATES, packed=True)
-        earlier = positions[GATES] < place
+        changed[:, column] = (changed[:, column] + 1) % 11
+        again = network(changed, positions, MASK)
+        assert not (again - padded)[:, :column].any()
+        assert (again - padded)[MASK[:, column], column].abs().amax() > 1e-3
+        again = network(changed[MASK], positions[MASK], MASK, packed=True)
+        earlier = positions[MASK] < column
         assert not (again - packed)[earlier].any()
 
 
@@ -163,7 +164,7 @@ def test_gradient_is_the_derivative(kernel):
 @KERNELS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_fully_masked_row_gives_zeros_and_finite_gradients(kernel, dtype):
-    layer, mask = attention(kernel).to(dtype), GATES.clone()
+    layer, mask = attention(kernel).to(dtype), MASK.clone()
     mask[1] = False
     x = (30 * torch.randn(4, 7, 16)).to(dtype).requires_grad_()  # scores in the thousands
     y = layer(x, mask)
@@ -175,7 +176,7 @@ def test_a_fully_masked_row_gives_zeros_and_finite_gradients(kernel, dtype):
 @KERNELS
 @pytest.mark.parametrize("amp", ["fp16", "bf16"])
 def test_mixed_precision_is_close_and_finite(kernel, amp):
-    layer, x, mask = attention(kernel), torch.randn(4, 7, 16), GATES.clone()
+    layer, x, mask = attention(kernel), torch.randn(4, 7, 16), MASK.clone()
     mask[1] = False
     with utils.autocast(torch.device("cpu"), amp):
         y = layer(x, mask)
@@ -187,24 +188,24 @@ def test_mixed_precision_is_close_and_finite(kernel, amp):
 @KERNELS
 def test_garbage_and_nan_in_padding_have_no_effect(kernel):
     layer, x = attention(kernel), torch.randn(4, 7, 16)
-    clean = layer(x, GATES)
+    clean = layer(x, MASK)
     for garbage in (1e6, math.inf, math.nan):
-        dirty = x.masked_fill(~GATES[..., None], garbage).requires_grad_()
-        y = layer(dirty, GATES)
-        assert torch.equal(y[GATES], clean[GATES])
+        dirty = x.masked_fill(~MASK[..., None], garbage).requires_grad_()
+        y = layer(dirty, MASK)
+        assert torch.equal(y[MASK], clean[MASK])
         assert all(g.isfinite().all() for g in gradients(y, [dirty, *layer.parameters()]))
 
 
 def test_a_mask_of_another_type_or_shape_is_an_error():
     layer, x = attention("manual"), torch.randn(4, 7, 16)
-    for mask in (GATES.int(), GATES.float(), GATES.byte(), torch.zeros(4, 7).masked_fill(~GATES, -math.inf)):
+    for mask in (MASK.int(), MASK.float(), MASK.byte(), torch.zeros(4, 7).masked_fill(~MASK, -math.inf)):
         for call in (lambda: layer(x, mask), lambda: TemperatureSoftmax()(x[..., 0], mask), lambda: MaskedPooling(16)(x, mask)):
             with pytest.raises(TypeError, match="bool expected, True = a real token"):
                 call()
         with pytest.raises(TypeError, match="bool expected"):
             AttentionClassifier(16)((x, torch.zeros(4, 7, dtype=torch.int64), mask))
     with pytest.raises(ValueError, match=r"\(4, 7\) expected, \(7, 4\)"):
-        layer(x, GATES.T)
+        layer(x, MASK.T)
     with pytest.raises(ValueError, match=r"\(4, 7, 7\) expected, \(4, 7, 6\)"):
         layer(x, torch.ones(4, 7, 6, dtype=torch.bool))
     with pytest.raises(ValueError, match="10 is not a multiple of n_heads 4"):
@@ -215,7 +216,7 @@ def test_a_mask_of_another_type_or_shape_is_an_error():
 
 def test_packed_tokens_are_never_guessed():
     layer, pool, row, one = attention("manual"), MaskedPooling(16), torch.randn(16, 16), torch.ones(16, dtype=torch.bool)
-    for mask in (None, GATES, one, torch.ones(16, 16, dtype=torch.bool)):  # one sample without a batch is no packed row
+    for mask in (None, MASK, one, torch.ones(16, 16, dtype=torch.bool)):  # one sample without a batch is no packed row
         with pytest.raises(ValueError, match=r"\(B, L, d\) expected, \(16, 16\) found; one sample alone is x\[None\]"):
             layer(row, mask)
         with pytest.raises(ValueError, match=r"\(B, L, d\) expected, \(16, 16\) found; one sample alone is x\[None\]"):
@@ -224,16 +225,16 @@ def test_packed_tokens_are_never_guessed():
         layer(row, None, packed=True)
     for part in (layer, pool):
         with pytest.raises(ValueError, match=r"packed tokens: shape \(T, d\) expected, \(1, 16, 16\)"):
-            part(row[None], GATES, packed=True)
+            part(row[None], MASK, packed=True)
     for mask in (one, torch.ones(2, 8, 8, dtype=torch.bool)):
         for call in (lambda: layer(row, mask, packed=True), lambda: pool(row, mask, packed=True), lambda: unpack(row, mask)):
             with pytest.raises(ValueError, match=r"mask: shape \(B, L\) expected"):
                 call()
     with pytest.raises(TypeError, match="bool expected"):
-        layer(row, GATES.int(), packed=True)
+        layer(row, MASK.int(), packed=True)
     for count in (1, 15, 17):  # one token alone would be copied into all places
         x = torch.randn(count, 16)
-        for call in (lambda: layer(x, GATES, packed=True), lambda: pool(x, GATES, packed=True), lambda: unpack(x, GATES)):
+        for call in (lambda: layer(x, MASK, packed=True), lambda: pool(x, MASK, packed=True), lambda: unpack(x, MASK)):
             with pytest.raises(ValueError, match=f"{count} packed tokens, but 16 times True"):
                 call()
 
@@ -255,53 +256,72 @@ def test_tokens_that_do_not_fit_their_places_are_an_error():
     network, places = classifier(), torch.arange(16)
     for tokens, positions, mask in (
         (torch.randn(7, 16), torch.arange(7), torch.ones(7, dtype=torch.bool)),  # one sample without a batch
-        (torch.randn(16, 16), places[:15], GATES),
+        (torch.randn(16, 16), places[:15], MASK),
         (torch.randn(16, 16), places, torch.ones(2, 8, 8, dtype=torch.bool)),
-        (torch.randn(15, 16), places[:15], GATES),
-        (torch.randn(4, 7, 16), places[:7], GATES),
+        (torch.randn(15, 16), places[:15], MASK),
+        (torch.randn(4, 7, 16), places[:7], MASK),
         (torch.randn(4, 7, 16), places[:7].expand(4, 7), torch.ones(4, 7, 7, dtype=torch.bool)),
     ):
         with pytest.raises(ValueError, match="expected|packed tokens"):
             network((tokens, positions, mask))
 
 
-def test_checks_do_not_halt_a_gpu(monkeypatch):
-    import model
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    with FakeTensorMode(), torch.device("cuda"):  # a line that reads a value raises there
-        network = AttentionClassifier(16)
-        mask = torch.ones(4, 4, dtype=torch.bool).tril()
-        network((torch.randn(4, 4, 16), torch.zeros(4, 4, dtype=torch.int64), mask))
-        Block(16, 4, causal=True)(torch.randn(4, 4, 16), mask)
-
-    read = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if "_local_scalar_dense" in str(function) or "equal.default" in str(function):
-                read.append(str(function))
-            return function(*args, **(kwargs or {}))
-
-    batch, _ = collate_packed(digits(range(8)))
-    with Watch():
-        classifier()(batch)
-        assert read  # on a CPU the positions are checked
-        read.clear()
-        monkeypatch.setattr(model, "can_read", lambda x: False)  # as on a GPU
-        classifier()(batch)
-    assert not read
-
-
 @KERNELS
 def test_packed_equals_a_block_diagonal_mask_and_the_padded(kernel):
-    layer, segments = attention(kernel), GATES.nonzero()[:, 0]
+    layer, places = attention(kernel), find_places(MASK)
+    sample = places // 7  # of which sample each token is
     row = torch.randn(16, 16, requires_grad=True)  # 3 + 1 + 5 + 7 tokens
     results = []
-    for y in (layer(row, GATES, packed=True), layer(row[None], (segments[:, None] == segments)[None])[0], layer(unpack(row, GATES), GATES)[GATES]):
+    for y in (
+        layer(row, MASK, packed=True, places=places),
+        layer(row[None], (sample[:, None] == sample)[None])[0],
+        layer(unpack(row, MASK), MASK)[MASK],
+    ):
         results.append([y, *gradients(y, [row, *layer.parameters()])])
     assert largest(results[0], results[1]) < 1e-5 and largest(results[0], results[2]) < 1e-5
+
+
+def test_places_and_unpack_and_pack_by_hand():
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
+    places = find_places(mask)
+    assert places.tolist() == [0, 1, 2, 4] and places.dtype == torch.int64
+    assert find_places(torch.tensor([[1, 0], [0, 0], [0, 1]]).bool()).tolist() == [0, 5]  # with an empty row
+    row = torch.tensor([1.0, 2, 3, 4])
+    for given in (None, places):
+        grid = unpack(row, mask, given)
+        assert grid.tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
+        assert torch.equal(pack(grid, places), row)
+    shape = (16, 2, 3)  # whatever follows the first dimension stays, and the type
+    for x in (torch.randn(shape), torch.randint(9, shape), torch.randn(shape).to(torch.bfloat16)):
+        expected = x.new_zeros(4, 7, 2, 3)
+        expected[MASK] = x
+        assert torch.equal(unpack(x, MASK, find_places(MASK)), expected)
+        assert torch.equal(pack(expected, find_places(MASK)), x)
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    assert unpack(torch.zeros(0, 5), nothing).shape == (2, 3, 5)
+    assert pack(torch.zeros(2, 3, 5), find_places(nothing)).shape == (0, 5)
+
+
+def test_gradients_of_unpack_and_pack_are_the_derivatives():
+    places = find_places(MASK)
+    row = torch.randn(16, 2, dtype=torch.float64, requires_grad=True)
+    grid = torch.randn(4, 7, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: unpack(x, MASK, places), row)
+    assert torch.autograd.gradcheck(lambda x: pack(x, places), grid)
+
+
+def test_places_of_another_mask_are_an_error():
+    row = torch.randn(16, 16)
+    sample = find_places(MASK) // 7
+    for places in (sample, torch.arange(16), find_places(MASK).flip(0), find_places(MASK)[:-1]):
+        for call in (
+            lambda: attention("manual")(row, MASK, True, places), lambda: MaskedPooling(16)(row, MASK, True, places),
+            lambda: unpack(row, MASK, places), lambda: classifier()((row, torch.arange(16), MASK, places)),
+        ):
+            with pytest.raises(ValueError, match="places: not where the mask is True"):
+                call()
+    with pytest.raises(ValueError, match="15 packed tokens, but 16 times True"):
+        unpack(row[:15], MASK, find_places(MASK))
 
 
 # ---------------------------------------------------------------------------------------------------- pooling
@@ -341,9 +361,10 @@ def test_examples_in_the_docstrings():
     for t, expected in ((0.2, [0.99, 0.01]), (1.0, [0.73, 0.27]), (5.0, [0.55, 0.45])):
         assert TemperatureSoftmax(t)(torch.tensor([2.0, 1.0])).tolist() == pytest.approx(expected, abs=0.005)
     pool = MaskedPooling(2)
-    pool.score.weight.data, pool.score.bias.data = torch.tensor([[0.0, 0.5]]), torch.zeros(1)
+    pool.query.data = torch.tensor([3.0, 4.0])
     x, mask = torch.tensor([[[1.0, 0], [0, 2], [5, 5]]]), torch.tensor([[True, True, False]])
-    assert pool(x, mask)[0].tolist() == pytest.approx([0.27, 1.46], abs=0.005)
+    assert pool.weights(x, mask)[0].tolist() == pytest.approx([0.12, 0.88, 0], abs=0.005)
+    assert pool(x, mask)[0].tolist() == pytest.approx([0.12, 1.76], abs=0.005)
 
 
 def test_temperature_is_learnt_as_gradcheck_says():
@@ -366,6 +387,34 @@ def test_pooling_leaves_padding_out():
     assert MaskedPooling(2)(x, torch.zeros(1, 4, dtype=torch.bool)).tolist() == [[0, 0]]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_pooling_is_the_formula(packed):
+    torch.manual_seed(0)
+    pool, x = MaskedPooling(6), torch.randn(4, 7, 6, requires_grad=True)
+    theirs = []
+    for row, mask in zip(x, MASK):
+        real = row[mask]
+        scores = torch.stack([token @ pool.query / (token.norm() * pool.query.norm()) for token in real])
+        theirs.append(((scores / 0.1).softmax(0)[:, None] * real).sum(0))
+    theirs = torch.stack(theirs)
+    ours = pool(pack(x, find_places(MASK)) if packed else x, MASK, packed)
+    assert (ours - theirs).abs().max() < 1e-6
+    assert largest(gradients(ours, [x, pool.query]), gradients(theirs, [x, pool.query])) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_pooling_in_16_bits_stays_finite_beside_tokens_of_zeros(dtype):
+    pool, x = MaskedPooling(16).to(dtype), torch.randn(4, 7, 16).to(dtype)
+    x[0, 1] = 0  # a real token without a direction
+    mask = MASK.clone()
+    mask[1] = False
+    x.requires_grad_()
+    y = pool(x, mask)
+    y.float().square().sum().backward()
+    assert y.isfinite().all() and not y[1].any() and y[0].any()
+    assert x.grad.isfinite().all() and all(p.grad.isfinite().all() for p in pool.parameters())
+
+
 # ---------------------------------------------------------------------------------------------------- tokens
 
 
@@ -374,17 +423,17 @@ def test_worked_examples_are_what_the_code_prints():
     assert results.attempted >= 5 and results.failed == 0
 
 
-def test_tokens_are_the_inked_patches_in_their_places():
+def test_tokens_are_the_patches_that_are_not_blank_in_their_positions():
     images, labels = digits(range(200))
     (tokens, positions, mask), same = collate_tokens((images, labels))
     assert same is labels and mask.dtype == torch.bool and positions.dtype == torch.int64
     for image, token, position, real in zip(images, tokens, positions, mask):
         rebuilt = torch.zeros(28, 28)
-        for patch, place in zip(token[real], position[real].tolist(), strict=True):  # by hand, patch by patch
-            rebuilt[place // 7 * 4 :, place % 7 * 4 :][:4, :4] = patch.view(4, 4) * 0.3081 + 0.1307
+        for patch, where in zip(token[real], position[real].tolist(), strict=True):  # by hand, patch by patch
+            rebuilt[where // 7 * 4 :, where % 7 * 4 :][:4, :4] = patch.view(4, 4) * 0.3081 + 0.1307
         assert (rebuilt - image[0]).abs().max() < 1e-6
-    inked = F.max_pool2d(images, 4).flatten(1) > 0
-    assert torch.equal(mask.sum(1), inked.sum(1)) and mask.shape[1] == inked.sum(1).max()
+    filled = F.max_pool2d(images, 4).flatten(1) > 0
+    assert torch.equal(mask.sum(1), filled.sum(1)) and mask.shape[1] == filled.sum(1).max()
     assert not tokens[~mask].any() and not positions[~mask].any()
     print(f"{mask.sum(1).float().mean():.1f} tokens an image, padded to {mask.shape[1]}")
 
@@ -421,14 +470,16 @@ def classifier(kernel="manual", dropout=0.0):
 @KERNELS
 def test_packed_gives_the_logits_and_gradients_of_padded(kernel):
     batch, network, results = digits(range(64)), classifier(kernel), []
-    batch[0][5] = 0  # one without ink, and the last
+    batch[0][5] = 0  # one that is blank, and the last
     batch[0][63] = 0
-    for collate in (collate_packed, collate_tokens):
-        logits = network(collate(batch)[0])
+    packed = collate_packed(batch)[0]
+    for inputs in (collate_tokens(batch)[0], packed, packed[:3]):  # the last one without places
+        logits = network(inputs)
         results.append([logits, *torch.autograd.grad(F.cross_entropy(logits, batch[1]), list(network.parameters()))])
-    error = largest(*results)
+    error = largest(*results[:2])
     print(f"largest difference of packed and padded: {error:.1e}")
     assert error < 1e-5 and all(part.isfinite().all() for part in results[0])
+    assert largest(*results[1:]) == 0
 
 
 @KERNELS
@@ -439,10 +490,9 @@ def test_padding_never_moves_the_logits(kernel, training):
     together = network((tokens, positions, mask))
     for i in range(16):
         n = mask[i].sum()
-        for more in (0, 1, 5, 50):  # alone, and beside nothing: 50 is more than there are places
-            grid = torch.ones(1, n + more, dtype=torch.bool)
-            grid[:, n:] = False
-            padded = unpack(tokens[i, :n], grid), unpack(positions[i, :n], grid), grid
+        for more in (0, 1, 5, 50):  # alone, and beside padding: 50 is more than there are positions
+            wider = torch.arange(n + more)[None] < n  # (1, n + more)
+            padded = unpack(tokens[i, :n], wider), unpack(positions[i, :n], wider), wider
             assert (network(padded) - together[i]).abs().max() < 1e-5
     noise = torch.randn_like(tokens) * 100
     noise[mask.sum(1).argmin(), -1] = math.nan
@@ -482,6 +532,44 @@ def test_export_takes_any_batch(tokens):
             assert (program(batch) - network(batch)).abs().max() < 1e-5
 
 
+def test_export_takes_any_packed_batch():
+    network, T = classifier("fused").eval(), torch.export.Dim("T", min=2, max=100_000)
+    B, L = torch.export.Dim("B", min=1, max=4096), torch.export.Dim("L", min=2, max=49)
+    example, _ = collate_packed(digits(range(3)))
+    program = torch.export.export(network, (example,), dynamic_shapes=(({0: T}, {0: T}, {0: B, 1: L}, {0: T}),)).module()
+    for count in (1, 2, 20):
+        batch, _ = collate_packed(digits(range(count)))
+        assert (program(batch) - network(batch)).abs().max() < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own inductor
+@pytest.mark.parametrize("collate, bits, grad_checkpoint", [(collate_packed, 0, False), (collate_tokens, 3, True)])
+def test_one_graph_without_a_break_holds_for_batches_of_all_sizes(collate, bits, grad_checkpoint):
+    torch.manual_seed(0)
+    network = AttentionClassifier(16, grad_checkpoint=grad_checkpoint, blocks=1)
+    if bits:
+        quantize(network, bits)
+    torch._dynamo.reset()
+    graphs = []
+
+    def count_graphs(graph, example):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, example)
+
+    compiled = torch.compile(network, backend=count_graphs, fullgraph=True, dynamic=True)  # a break in the graph would raise
+    made = []
+    for batch in (range(8), range(8, 16), range(20, 33), range(5)):
+        inputs, labels = collate(digits(batch))
+        results = []
+        for function in (compiled, network):
+            logits = function(inputs)
+            loss = F.cross_entropy(logits, labels)
+            results.append([logits, *torch.autograd.grad(loss, list(network.parameters()))])
+        assert largest(*results) < 1e-5
+        made.append(len(graphs))
+    assert made == made[:1] * 4  # all by the first batch
+
+
 @pytest.mark.parametrize("collate", [collate_tokens, collate_packed])
 def test_attention_weights_say_what_entered_the_answer(collate):
     images, labels = digits(range(8))
@@ -498,11 +586,11 @@ def test_attention_weights_say_what_entered_the_answer(collate):
     weights = attention_weights(network, batch)
     assert network.training and network.blocks[0].dropout.training and not network.head.training
     assert weights.shape == (8, 49) and weights.dtype == torch.float32 and not weights.requires_grad and (weights >= 0).all()
-    inked = F.max_pool2d(images, 4).flatten(1) > 0  # (8, 49)
-    assert torch.equal(weights > 0, inked)
+    filled = F.max_pool2d(images, 4).flatten(1) > 0  # (8, 49)
+    assert torch.equal(weights > 0, filled)
     assert weights.sum(1).tolist() == pytest.approx([1, 1, 1, 0, 1, 1, 1, 1])
-    for i in range(8):  # tokens stand in the order of their places
-        assert torch.equal(weights[i][inked[i]], seen[0][i][: inked[i].sum()])
+    for i in range(8):  # tokens stand in the order of their positions
+        assert torch.equal(weights[i][filled[i]], seen[0][i][: filled[i].sum()])
 
 
 def test_attention_weights_ignore_what_padding_holds():
@@ -511,9 +599,9 @@ def test_attention_weights_ignore_what_padding_holds():
     assert torch.equal(attention_weights(network, (tokens, garbage, mask)), attention_weights(network, (tokens, positions, mask)))
 
 
-def test_a_place_that_does_not_exist_is_an_error():
+def test_a_position_that_does_not_exist_is_an_error():
     network, mask = classifier(), torch.ones(1, 2, dtype=torch.bool)
-    with pytest.raises(ValueError, match="positions 3 to 49, places 0 to 48"):
+    with pytest.raises(ValueError, match="positions 3 to 49 found, 0 to 48 expected"):
         network((torch.zeros(1, 2, 16), torch.tensor([[3, 49]]), mask))
 
 
@@ -573,6 +661,6 @@ def test_picture_of_attention(tmp_path):
     picture = Image.open(tmp_path / "a.png")
     assert picture.mode == "RGB" and picture.size == (5 * 120 + 8, 128)
     red, green, blue = (channel.getextrema() for channel in picture.crop((8, 8, 120, 120)).split())
-    assert red[1] == 255 and green == blue and green[0] == 0  # ink, and red where the weight is
+    assert red[1] == 255 and green == blue and green[0] == 0  # what is drawn, and red where the weight is
     last = picture.crop((8 + 4 * 120, 8, 4 * 120 + 120, 120))  # nothing to look at
     assert last.getextrema() == ((0, 0), (0, 0), (0, 0))

@@ -5,6 +5,7 @@ import gzip
 import math
 import pickle
 import random
+import re
 import signal
 import struct
 import threading
@@ -122,10 +123,10 @@ def test_a_data_set_brings_what_is_true_of_it(choice, name, items, tmp_path):
 def test_absent_data_falls_back_only_if_nobody_asked_for_it_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "fetch_mnist", lambda root, name: "no network")
     said = []
-    train_part, _, about = data.load_dataset("auto", tmp_path, say=said.append)
+    train_part, _, about = data.load_dataset("auto", tmp_path, log=said.append)
     assert about["name"] == "sample" and len(train_part[0]) == 4000 and len(said) == 1 and "no network" in said[0]
     with pytest.raises(data.DataError) as error:
-        data.load_dataset("mnist", tmp_path, say=said.append)
+        data.load_dataset("mnist", tmp_path, log=said.append)
     assert len(said) == 1 and "no network" in str(error.value) and all(file in str(error.value) for file in data.IDX_FILES)
 
 
@@ -428,6 +429,13 @@ def test_uniform_draws_are_splitmix64():
             upper = scramble(data.mix(seed, epoch) + golden * (4 * index + column)) >> 40
             expected.append(((upper - 2**24 if upper >= 2**23 else upper) + 0.5) / 2**23)
         assert data.uniform_draws(seed, epoch, [index], 4).tolist() == [expected]
+
+
+def test_the_table_in_the_docstring_is_what_is_drawn():
+    for number in (0, 1):
+        table = re.findall(rf"sample {number} (.+)", data.uniform_draws.__doc__)[0].split()
+        drawn = [data.uniform_draws(0, epoch, [number], 4)[0] for epoch in (0, 1)]
+        assert [float(cell) for cell in table] == pytest.approx(torch.cat(drawn).tolist(), abs=0.006)
 
 
 def test_uniform_draws_depend_on_the_sample_alone():
@@ -737,21 +745,21 @@ def test_balanced_sampler_draws_classes_equally():
 
 def test_patches_of_colour_pictures_are_in_their_places():
     images = torch.rand(2, 3, 8, 12)
-    images[0, :, 4:, :4] = 0  # place 3 of picture 0 is blank
-    images[1, 0, :4, 4:8] = 0  # place 1 of picture 1 is not: two channels have something there
+    images[0, :, 4:, :4] = 0  # position 3 of picture 0 is blank
+    images[1, 0, :4, 4:8] = 0  # position 1 of picture 1 is not: two channels have something there
     mean, std = [0.1, 0.2, 0.3], [0.5, 1.0, 2.0]
     (tokens, positions, mask), labels = data.collate_tokens((images, torch.arange(2)), mean, std)
     assert tokens.shape == (2, 6, 48) and positions.tolist() == [[0, 1, 2, 4, 5, 0], [0, 1, 2, 3, 4, 5]]
     assert mask.sum(1).tolist() == [5, 6] and labels.tolist() == [0, 1]
     for picture in (0, 1):
-        for token, place, real in zip(tokens[picture], positions[picture].tolist(), mask[picture]):
+        for token, position, real in zip(tokens[picture], positions[picture].tolist(), mask[picture]):
             if real:
-                y, x = place // 3 * 4, place % 3 * 4
+                y, x = position // 3 * 4, position % 3 * 4
                 expected = (images[picture, :, y : y + 4, x : x + 4] - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
                 torch.testing.assert_close(token.view(3, 4, 4), expected)
-    (packed, places, same, segments), _ = data.collate_packed((images, torch.arange(2)), mean, std)
-    assert torch.equal(packed, tokens[mask]) and torch.equal(places, positions[mask]) and torch.equal(same, mask)
-    assert segments.tolist() == [0] * 5 + [1] * 6
+    (packed, where, same, places), _ = data.collate_packed((images, torch.arange(2)), mean, std)
+    assert torch.equal(packed, tokens[mask]) and torch.equal(where, positions[mask]) and torch.equal(same, mask)
+    assert places.dtype == torch.int64 and places.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]  # 5 is padding
     everything = data.collate_packed((images, torch.arange(2)), mean, std, blank=True)[0]
     assert everything[0].shape == (12, 48)
     with pytest.raises(data.DataError, match="30x28"):
