@@ -1612,14 +1612,14 @@ def evaluate_checkpoint(args, checkpoint, device, log):
     result = evaluate(model, loader, device, args.amp, count_classes(dataset))
     if "confusion" in result:
         log_confusions(result["confusion"], about["classes"], log)
-    bits = f", weights of {args.quant_bits} bits" if args.quant_bits else ""
-    report(result, here, len(dataset), args.evaluate + bits, log, args.split)
     collate, folder = loader.collate_fn, Path(args.evaluate).parent
     if rank == 0 and "confusion" in result:
         path = folder / "mistakes.png"
         save_mistakes(path, model, dataset, collate, device, args.amp, log)
     if rank == 0 and args.pictures and args.model == "attention":
         save_attention(folder / "attention.png", model, dataset, collate, device)
+    bits = f", weights of {args.quant_bits} bits" if args.quant_bits else ""
+    report(result, here, len(dataset), args.evaluate + bits, log, args.split)
 
 
 def log_confusions(confusion, classes, log, count=5):

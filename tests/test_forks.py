@@ -21,7 +21,7 @@ FORKS = {
 def hunks():
     """The diffs in the README: {fork: [(file, old text, new text)]}."""
     found = {}
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text().split("## Your own project")[1]
     for name, diff in re.findall(r"^\*\*([^*]+)\*\*.*?^```diff\n(.*?)^```$", readme, re.M | re.S):
         found[name.lower()] = []
         for part in re.split(r"^--- ", diff, flags=re.M)[1:]:

@@ -1088,7 +1088,7 @@ def test_checkpointed_block():
     assert block.weight.grad.tolist() == [[1, 1]]
     model = networks.AttentionClassifier(8, grad_checkpoint=True)
     model.embed.requires_grad_(False)
-    model.place.requires_grad_(False)
+    model.position_embedding.requires_grad_(False)
     mask = torch.ones(1, 2, dtype=torch.bool)
     model((torch.ones(1, 2, 16), torch.tensor([[0, 1]]), mask)).sum().backward()
     assert model.blocks[0].up.weight.grad.abs().sum() > 0
