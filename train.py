@@ -706,8 +706,8 @@ def build_parser():
         help="where data sets lie or are downloaded to (default data)")
     add("--val-size", default=5000, type=whole, metavar="N",
         help="held out, at most a twelfth; 0: none (default 5000)")
-    add("--workers", default=0, type=utils.number(int, 0, 256),
-        help="processes that load data; 0: none (default 0)")
+    add("--workers", type=utils.number(int, 0, 256),
+        help="processes that load data; 0: none (default 0 on a CPU, up to 8 for a GPU)")
     add("--augment", **switch | {"default": True},
         help="shift, turn and scale the training images (default on)")
     add("--balanced", **switch, help="draw all classes equally often, repeating (default off)")
@@ -765,12 +765,13 @@ def build_parser():
     add("--device", default="auto", metavar="DEV",
         help="cpu, cuda, mps, xpu (default auto: cpu if there is no other)")
     add("--amp", choices=("off", "fp16", "bf16"),
-        help="mixed precision (default bf16 on a GPU that has it, else off)")
+        help="mixed precision (default bf16 where the GPU or the CPU multiplies in it, else off)")
     add("--sync-bn", **switch, help="batch norm over the batches of all GPUs (default off)")
     add("--compile", **switch, help="torch.compile: a slow start, for a faster GPU (default off)")
     add("--channels-last", **switch | {"default": True},
         help="NHWC in memory, faster than NCHW (default on)")
-    add("--deterministic", **switch, help="reproducible on a GPU too, but slower (default off)")
+    add("--deterministic", **switch,
+        help="reproducible on a GPU too, without TF32, but slower (default off)")
 
     # Where a run is kept, from what it begins, and the verbs, which exclude each other.
     group = parser.add_argument_group("run")
@@ -867,7 +868,11 @@ def stored_arguments(args):
 
     Needs: ONCE.
     """
-    return {key: value for key, value in vars(args).items() if key not in ONCE and key != "given"}
+    kept = {key: value for key, value in vars(args).items() if key not in ONCE}
+    kept.pop("given", None)
+    # What was left to the machine is left to the machine that the run goes on with.
+    kept.update(kept.pop("asked", {}))
+    return kept
 
 
 def without_effect(args):
@@ -1081,7 +1086,9 @@ def prepare(model, args, device, log):
 
     Only the strides differ, shapes stay. On a CPU a step is 1.4 times as fast. Needs: torch.
     """
-    layout = torch.channels_last if args.channels_last else torch.contiguous_format
+    layout = torch.contiguous_format
+    if args.channels_last and device.type != "mps":  # there some operations return wrong values
+        layout = torch.channels_last
     model.to(device, memory_format=layout)
     if args.sync_bn and device.type != "cuda":
         log("--sync-bn: there are no GPUs here, batch norm stays as it is")
@@ -1180,7 +1187,7 @@ def resume_run(checkpoint, args, state, model, optimizer, scaler, device, log):
     back. utils.restore does the rest. What is left for this function are arguments that have
     changed: each is said in a line, and reaches the optimizer.
 
-    Needs: rescale_place; lr_at, rank_and_world_size and restore of utils; torch.
+    Needs: rescale_place, stored_arguments; lr_at, rank_and_world_size and restore of utils; torch.
     """
     rank, world_size = utils.rank_and_world_size()
     total = state["total_steps"]
@@ -1190,11 +1197,13 @@ def resume_run(checkpoint, args, state, model, optimizer, scaler, device, log):
         # Built with the arguments of now: the checkpoint's hyperparameters would win in silence.
         group.update({**now, "params": group["params"], "lr": group["lr"], "peak_lr": now["lr"]})
 
-    old = {**checkpoint["args"], "amp": checkpoint["amp"]}  # as it was, not as it was asked for
-    for name in sorted(vars(args).keys() & old.keys()):
-        now = getattr(args, name)
-        if now != old[name]:
-            line = f"--{name.replace('_', '-')}: {old[name]} in {args.resume}, {now} from now on"
+    # The precision as it was and is, not as it was asked for: another machine may have another.
+    old = {**checkpoint["args"], "amp": checkpoint["amp"]}
+    new = {**stored_arguments(args), "amp": args.amp}
+    for name in sorted(new.keys() & old.keys()):
+        if new[name] != old[name]:
+            flag = f"--{name.replace('_', '-')}"
+            line = f"{flag}: {old[name]} in {args.resume}, {new[name]} from now on"
             if name == "epochs" and args.schedule in ("cosine", "one-cycle", "step"):
                 before, after = (
                     args.lr * utils.lr_at(state["step"], steps, args.warmup, args.schedule)
@@ -1263,12 +1272,13 @@ def announce(args, model, about, split, device, steps, epochs, folder, log):
 
     Most mistakes in the flags show here, before an hour is spent: a batch that is larger than
     meant, a warm-up longer than the run, another data set. Needs: rank_and_world_size and
-    warmup_steps of utils, networks.
+    warmup_steps of utils, networks, torch.
     """
     world_size = utils.rank_and_world_size()[1]
+    products = "" if torch.get_float32_matmul_precision() == "highest" else ", float32 as TF32"
     log(
         f"{type(model).__name__}: {networks.count_parameters(model):,} parameters; {device}, "
-        f"mixed precision {args.amp}; results in {folder}"
+        f"mixed precision {args.amp}{products}, {args.workers} workers; results in {folder}"
     )
     log(
         f"{about['name']}: {split['train']:,} for training, {split['val']:,} for validation, "
@@ -1504,7 +1514,7 @@ def write_tables(folder, args, state, split, device, model):
     utils.write_json(
         folder / "run.json",
         {
-            "args": {key: value for key, value in vars(args).items() if key != "given"},
+            "args": {key: vars(args)[key] for key in vars(args) if key not in ("given", "asked")},
             "versions": utils.versions(),
             "device": str(device),
             "world_size": world_size,
@@ -1803,9 +1813,12 @@ def main(argv=None):
         device = utils.pick_device(args.device)
         rank, world_size, device = utils.init_distributed(device)
         log = utils.show if rank == 0 else silent
+        args.asked = {"amp": args.amp, "workers": args.workers}
         args.amp = utils.pick_amp(args.amp, device)
+        args.workers = utils.pick_workers(args.workers, device)
         utils.keep_freed_memory()
         utils.set_seed(data.mix(args.seed, rank), args.deterministic)
+        utils.set_float32_precision(device, args.deterministic)
         for line in without_effect(args):
             log(line)
         if args.export:

@@ -86,7 +86,8 @@ def pick_device(name="auto"):
     """The torch.device called `name`; "auto" is the first of cuda, mps, xpu and cpu that this
     machine has.
 
-    UserError if the machine does not have it. Needs: UserError, torch.
+    A GPU comes with its number: "cuda" is cuda:0, so that all who ask for the device mean the same
+    one. UserError if the machine does not have it. Needs: UserError, torch.
     """
     backends = {"cuda": torch.cuda, "mps": torch.backends.mps, "xpu": torch.xpu}
     there = [kind for kind, backend in backends.items() if backend.is_available()]
@@ -100,6 +101,8 @@ def pick_device(name="auto"):
         usable = False
     if not usable:
         raise UserError(f"--device {name}: not on this machine, which has {', '.join(there)}")
+    if device.type in ("cuda", "xpu"):
+        return torch.device(device.type, device.index or 0)
     return device
 
 
@@ -117,14 +120,63 @@ def pick_amp(name, device):
     In float16 large scores overflow, and small gradients vanish: most gradients of a network lie
     below 1e-5. So its loss is multiplied by a large scale before the backward pass, and the
     gradients are divided by it afterwards. bfloat16 has the range of float32 and needs none of
-    that. It is the default on a GPU that computes in it. Most CPUs emulate it, which is slower than
-    float32. Needs: torch.
+    that. It is the default on a GPU and on a CPU that multiply in it. Other CPUs emulate it, which
+    is slower than float32. Needs: multiplies_in_bf16, torch.
     """
     if name:
         return name
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return "bf16"
+    if device.type == "cpu" and multiplies_in_bf16():
+        return "bf16"
     return "off"
+
+
+def multiplies_in_bf16():
+    """Whether this CPU has instructions for products of bf16 matrices: AMX tiles on x86, or ARM's.
+
+    It is asked, not timed: a time would depend on who else uses the machine, and a run would not be
+    the same twice. Needs: Path, torch.
+    """
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    if has_amx and has_amx():
+        return True
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return False
+    # "Features" is the word of ARM's kernel; x86 calls them flags.
+    return any(line.startswith("Features") and "bf16" in line.split() for line in lines)
+
+
+def pick_workers(workers, device):
+    """How many processes load data: `workers`, or if that is None what helps on this device.
+
+    On a CPU none: they would take the cores from the network. A GPU leaves the cores idle, and
+    waits for whoever augments its images; there as many help as there are cores for this rank, up
+    to 8. Needs: os.
+    """
+    if workers is not None:
+        return workers
+    if device.type == "cpu":
+        return 0
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # what this process may use, not what the machine has
+        cores = len(os.sched_getaffinity(0))
+    return max(1, min(8, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def set_float32_precision(device, deterministic=False):
+    """Whether a GPU may round the factors of float32 products to 10 bits of fraction (TF32).
+
+    Its tensor cores then multiply them several times as fast, and the sums stay float32. A network
+    does not notice: stochastic gradients are far noisier. By default torch allows it for
+    convolutions and not for matrix products; here it is the same for both, and off with
+    `deterministic`. Needs: torch.
+    """
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("highest" if deterministic else "high")
+        torch.backends.cudnn.allow_tf32 = not deterministic
 
 
 def autocast(device, amp):
@@ -626,24 +678,36 @@ def versions():
 # ---------------------------------------------------- 5. several processes
 
 
-def init_distributed(device):
+def init_distributed(device, log=print):
     """Joins the process group that torchrun describes in the environment. Returns (rank, world
     size, device).
 
     Each process has a copy of the network and its part of every batch. After the backward pass they
-    add up their gradients (an all-reduce), so that all take the same step. Whoever calls this calls
-    leave_distributed at the end. Needs: importlib, os, dist, torch.
+    add up their gradients (an all-reduce), so that all take the same step. Each has a GPU of its
+    own, by its number on the machine (LOCAL_RANK). Whoever calls this calls leave_distributed at
+    the end. UserError if there are more processes than GPUs. Needs: UserError, importlib, os, dist,
+    torch.
     """
     if "RANK" not in os.environ:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # for all that asks for "the" device
         return 0, 1, device
+    if device.type in ("mps", "xpu"):
+        log(f"several processes on {device.type}: gloo takes no tensors from there, so on the CPU")
+        device = torch.device("cpu")
+    backend, options = "gloo", {}
+    if device.type == "cuda":
+        own, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if own >= count:
+            raise UserError(f"--nproc-per-node: more than the {count} GPUs of this machine")
+        device = torch.device("cuda", own)
+        torch.cuda.set_device(device)
+        # Two backends: NCCL for tensors on the GPU, and gloo for the small agreements between CPUs,
+        # which stall no GPU.
+        backend, options = "cpu:gloo,cuda:nccl", {"device_id": device}
     # Before there is a group: leave_distributed says why.
     importlib.import_module("torch.distributed.nn")
-    # Two backends: NCCL for tensors on the GPU, and gloo for the small agreements between CPUs,
-    # which stall no GPU.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    dist.init_process_group(backend, **options)
     return dist.get_rank(), dist.get_world_size(), device
 
 

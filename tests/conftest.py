@@ -8,6 +8,10 @@ from multiprocessing import forkserver
 # that have work: a test of 2 s then takes 20. Passive ones sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Bits, ranks and defaults are tested on the CPU, also where there are GPUs. GPU_TESTS=1 shows them to tests/test_gpu.py.
+if "GPU_TESTS" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 
 def pytest_sessionstart(session):
     """Starts the server that processes are forked from (helpers.start), beside the collection of the tests.

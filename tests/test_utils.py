@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import utils
-from helpers import run_program
+from helpers import multiplies_in_bf16, pick_device, run_program
 
 # -------------------------------------------------------------------------------------------------- the command line
 
@@ -46,9 +46,82 @@ def test_pick_device():
             utils.pick_device(name)
 
 
-def test_amp_is_off_on_a_cpu_unless_asked_for():
-    assert utils.pick_amp(None, torch.device("cpu")) == "off"
-    assert utils.pick_amp("bf16", torch.device("cpu")) == "bf16"
+@pytest.mark.parametrize("tiles, cpuinfo, expected", [
+    (True, "", "bf16"), (False, "flags : fpu avx512_bf16 amx_int8", "off"), (False, "Features : fp asimd bf16 sve", "bf16"),
+    (False, "Features : fp asimd bf16x", "off"), (False, None, "off"),
+])
+def test_bf16_is_the_default_where_the_cpu_multiplies_in_it(tiles, cpuinfo, expected, monkeypatch):
+    def read_text(path):
+        if cpuinfo is None:
+            raise FileNotFoundError(path)
+        return f"processor : 0\n{cpuinfo}\n"
+
+    monkeypatch.setattr(utils, "multiplies_in_bf16", multiplies_in_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    monkeypatch.setattr(pathlib.Path, "read_text", read_text)
+    assert utils.pick_amp(None, torch.device("cpu")) == expected
+    assert utils.pick_amp("off", torch.device("cpu")) == "off" and utils.pick_amp("bf16", torch.device("cpu")) == "bf16"
+
+
+def test_workers_are_picked_by_device_cores_and_ranks(monkeypatch):
+    monkeypatch.setattr(utils.os, "sched_getaffinity", lambda pid: range(24))
+    cuda = torch.device("cuda", 0)
+    assert utils.pick_workers(None, torch.device("cpu")) == 0 and utils.pick_workers(3, cuda) == 3
+    assert utils.pick_workers(None, cuda) == 8
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert utils.pick_workers(None, cuda) == 6
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    assert utils.pick_workers(None, cuda) == 1
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """torch believes in two GPUs. Returns what it is asked to do with them."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", asked.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **options: asked.append((args, options)))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    return asked
+
+
+def test_the_device_is_one_and_the_same_for_all(two_gpus, monkeypatch):
+    assert pick_device("auto") == pick_device("cuda") == torch.device("cuda", 0)
+    second = utils.pick_device("cuda:1")
+    assert utils.init_distributed(second) == (0, 1, second) and two_gpus == [second]
+    with pytest.raises(utils.UserError, match="cuda:2"):
+        utils.pick_device("cuda:2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert utils.init_distributed(torch.device("cuda", 0)) == (1, 2, second)
+    assert two_gpus[1:] == [second, (("cpu:gloo,cuda:nccl",), {"device_id": second})]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(utils.UserError, match="--nproc-per-node: more than the 2 GPUs"):
+        utils.init_distributed(torch.device("cuda", 0))
+    lines = []
+    assert utils.init_distributed(torch.device("mps"), lines.append)[2] == torch.device("cpu") and "mps" in lines[0]
+
+
+def test_tf32_is_the_same_for_products_and_convolutions(two_gpus):
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        for deterministic, expected in ((False, ("high", True)), (True, ("highest", False))):
+            utils.set_float32_precision(torch.device("cuda", 0), deterministic)
+            assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == expected
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def test_only_pinned_memory_is_copied_beside_the_computation(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, device, non_blocking: calls.append(non_blocking) or tensor)
+    for pinned in (False, True):
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: pinned)
+        utils.to_device([torch.zeros(1), {"a": torch.zeros(1), "name": "kept"}], torch.device("mps"))
+    assert calls == [False, False, True, True]
 
 
 def test_seed_and_state_of_the_generators():
