@@ -251,7 +251,7 @@ def unpack(x, mask, places=None):
         raise ValueError(f"{T} packed tokens, but {places.numel()} times True in the mask")
     B, L = mask.shape
     cells = x.new_zeros(B * L, *x.shape[1:])
-    cells.index_copy_(0, places, x)  # cells[places] = x, without looking at the values of places
+    cells[places] = x  # index_copy_ does the same, but keeps x in memory for the backward pass
     return cells.unflatten(0, (B, L))  # (B, L, ...)
 
 
@@ -459,7 +459,7 @@ class MaskedPooling(nn.Module):
     SimpleSelfAttention.
 
     Cosine and temperature: Liu et al. 2022, arXiv 2111.09883.
-    Needs: torch, nn, F, TemperatureSoftmax, check_tokens, check_mask, unpack.
+    Needs: torch, nn, TemperatureSoftmax, check_tokens, check_mask, unpack.
     """
 
     def __init__(self, d_model):
@@ -482,9 +482,10 @@ class MaskedPooling(nn.Module):
 
     def weights(self, x, mask):
         """The weights of padded tokens, (B, L): a row adds up to 1, or to 0 where none is real."""
-        # The cosine divides by the lengths. Padding has length 0, in whose place eps is taken. Its
-        # inverse enters the gradient, and 1 / 1e-8, the default, is more than fp16 can hold.
-        scores = F.cosine_similarity(x, self.query, dim=-1, eps=1e-3)  # (B, L)
+        # The cosine of an angle is the product x . q over the product of both lengths. Padding has
+        # length 0, and 0 / 0 would be NaN: hence a least length.
+        lengths = x.norm(dim=-1) * self.query.norm()  # (B, L)
+        scores = (x @ self.query) / lengths.clamp(min=1e-3)  # (B, L)
         return self.softmax(scores, mask)
 
 
