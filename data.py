@@ -254,26 +254,34 @@ def run_here(function):
     return function()
 
 
-def load_dataset(choice, root, train=True, once=run_here, log=print):
+def load_dataset(
+    choice, root, train=True, once=run_here, log=print, image_size=28, channels=None, seed=0
+):
     """Loads a data set by the name that the command line has for it. Forks change this function.
 
     A fork needs no more than to return its own two parts, and `about` from describe: how many
     channels, pixels and classes there are is read from there by everything that follows.
 
     choice   "mnist", "fashion-mnist", "sample", or "auto": MNIST if it is there or can be fetched,
-             else the bundled sample, and `log` is told so
+             else the bundled sample, and `log` is told so; or a folder of pictures
     root     folder of data sets, such as "data"; MNIST is in root/MNIST/raw
     train    False: no training image is read; the first value returned is None, and `about` has
              only name, items, classes and shape
     once     takes a function, runs it in one process of several, and returns its result in all:
              two downloads into one folder would be one too many. One process alone has run_here
     log      takes a line for the user
+    image_size, channels, seed   of a folder of pictures, see load_folder
     returns  (images, labels) to train on, (images, labels) to test with, about
     raises   DataError: a data set asked for by its name is not to be had, or a file is broken
 
-    Needs: load_mnist, describe, fetch_mnist, run_here, DataError, SAMPLE, IDX_FILES.
+    Needs: load_folder, load_mnist, describe, fetch_mnist, run_here, DataError, SAMPLE, IDX_FILES,
+    Path.
     """
     names = {"auto": "MNIST", "mnist": "MNIST", "fashion-mnist": "FashionMNIST", "sample": "sample"}
+    if choice not in names:
+        if not Path(choice).is_dir():
+            raise DataError(f"--dataset {choice}: neither {', '.join(names)} nor a folder")
+        return load_folder(choice, image_size, channels, seed, train, log)
     name = names[choice]
     if name != "sample":
         reason = once(lambda: fetch_mnist(root, name))

@@ -700,8 +700,13 @@ def build_parser():
     # decides which epoch is taken. 5,000 samples of which 99 % are right tell two epochs apart that
     # differ by some 0.3 %: twice sqrt(0.99 x 0.01 / 5,000).
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", default="auto", choices=("auto", "mnist", "fashion-mnist", "sample"),
-        help="auto (default): mnist if it is in --data-dir or can be downloaded, else the sample")
+    add("--dataset", default="auto", metavar="NAME",
+        help="mnist, fashion-mnist, sample, or a folder with a folder of pictures for each class; "
+        "auto (default): mnist if it is in --data-dir or can be downloaded, else the sample")
+    add("--image-size", default=28, type=utils.number(int, 4, 4096), metavar="N",
+        help="pixels of a side, to which pictures of a folder are brought (default 28)")
+    add("--channels", type=int, choices=(1, 3),
+        help="of pictures of a folder: grey or colour (default as most of them are)")
     add("--data-dir", default="data", metavar="DIR",
         help="where data sets lie or are downloaded to (default data)")
     add("--val-size", default=5000, type=whole, metavar="N",
@@ -939,11 +944,20 @@ def check_same_kind(path, theirs, ours):
             )
 
 
-def load_dataset(args, train, log):
+def load_dataset(args, train, log, shape=None):
     """The data set that the arguments name, see load_dataset of data. One rank of each machine
-    downloads it. Needs: load_dataset of data, once_per_machine of utils.
+    downloads it.
+
+    shape  [C, H, W] of pictures, where it is a network's that is trained; None: what the arguments
+           say. Needs: load_dataset of data, once_per_machine of utils.
     """
-    return data.load_dataset(args.dataset, args.data_dir, train, utils.once_per_machine, log)
+    channels, image_size = args.channels, args.image_size
+    if shape:
+        channels, image_size = shape[0], shape[1]
+    name, once = args.dataset, utils.once_per_machine
+    return data.load_dataset(
+        name, args.data_dir, train, once, log, image_size, channels, args.seed
+    )
 
 
 def load_training_data(args, log):
@@ -1608,7 +1622,7 @@ def evaluate_checkpoint(args, checkpoint, device, log):
     if args.split == "val":
         _, dataset, _, here, _ = load_training_data(args, log)
     else:
-        _, test_part, here = load_dataset(args, False, log)
+        _, test_part, here = load_dataset(args, False, log, about["shape"])
         few = most_samples(args, world_size)
         dataset = data.Digits(test_part[0][:few], test_part[1][:few], about["classes"])
     check_same_kind(args.evaluate, about, here)

@@ -1,4 +1,4 @@
-"""What a training program needs beside its loop. `python utils.py` draws the learning rates.
+"""What a training program needs besides its loop. `python utils.py` draws the learning rates.
 
 1. what the program says     UserError, one_line, show
 2. device and seeds          pick_device, autocast, to_device, set_seed, rng_state
@@ -64,7 +64,7 @@ def one_line(*kinds):
 
 
 def show(line, over=False):
-    """Prints `line`. With `over`, on a terminal, the next line that is printed takes its place.
+    """Prints `line`. With `over`, on a terminal, the next line that `show` prints takes its place.
 
     Needs: shutil, sys.
     """
@@ -114,14 +114,15 @@ def pick_amp(name, device):
     There are two formats:
 
         float32   8 bits of exponent, 23 of fraction   up to 3e38, 7 digits
-        float16   5 bits of exponent, 10 of fraction   up to 65,504, below 6e-8 it is 0; 3 digits
+        float16   5 bits of exponent, 10 of fraction   up to 65,504, below 3e-8 it is 0; 3 digits
         bfloat16  8 bits of exponent,  7 of fraction   up to 3e38 as float32; 2 digits
 
-    In float16 large scores overflow, and small gradients vanish: most gradients of a network lie
-    below 1e-5. So its loss is multiplied by a large scale before the backward pass, and the
-    gradients are divided by it afterwards. bfloat16 has the range of float32 and needs none of
-    that. It is the default on a GPU and on a CPU that multiply in it. Other CPUs emulate it, which
-    is slower than float32. Needs: multiplies_in_bf16, torch.
+    In float16 large activations overflow, and the smallest gradients vanish. So its loss is
+    multiplied by a large scale before the backward pass, and the gradients are divided by it
+    afterwards. bfloat16 has the range of float32 and needs none of
+    that. It is the default on NVIDIA's GPUs and on CPUs that have instructions for it; elsewhere
+    the default is "off", float32. Most CPUs emulate it, which is slower than float32. Needs:
+    multiplies_in_bf16, torch.
     """
     if name:
         return name
@@ -133,10 +134,11 @@ def pick_amp(name, device):
 
 
 def multiplies_in_bf16():
-    """Whether this CPU has instructions for products of bf16 matrices: AMX tiles on x86, or ARM's.
+    """Whether this CPU has instructions for products of bf16 matrices: AMX tiles on x86, or ARM's
+    on Linux. Elsewhere the answer is no, perhaps wrongly.
 
-    It is asked, not timed: a time would depend on who else uses the machine, and a run would not be
-    the same twice. Needs: Path, torch.
+    It is looked up, not timed: a time would depend on who else uses the machine, and a run would
+    not be the same twice. Needs: Path, torch.
     """
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
     if has_amx and has_amx():
@@ -167,12 +169,12 @@ def pick_workers(workers, device):
 
 
 def set_float32_precision(device, deterministic=False):
-    """Whether a GPU may round the factors of float32 products to 10 bits of fraction (TF32).
+    """Lets a GPU round the factors of float32 products to 10 bits of fraction (TF32).
 
     Its tensor cores then multiply them several times as fast, and the sums stay float32. A network
     does not notice: stochastic gradients are far noisier. By default torch allows it for
-    convolutions and not for matrix products; here it is the same for both, and off with
-    `deterministic`. Needs: torch.
+    convolutions and not for matrix products; here it is the same for both. With `deterministic` it
+    is off: whoever wants the same bits everywhere wants those of another GPU, too. Needs: torch.
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if deterministic else "high")
@@ -183,16 +185,17 @@ def autocast(device, amp):
     """A context in which matrix products and convolutions run in 16 bits; with "off" it does
     nothing.
 
-    Weights stay float32, so that a step of 1e-4 times a weight is not rounded away. Sums, norms and
-    softmax stay in float32, too: there many small numbers add up. Needs: torch.
+    Weights stay float32, so that a step of 1e-4 times a weight is not rounded away. On a GPU sums,
+    layer norms and softmax are computed in float32, too, for there many small numbers add up; on a
+    CPU they keep the dtype of their input. Needs: torch.
     """
     dtype = torch.float16 if amp == "fp16" else torch.bfloat16
     return torch.amp.autocast(device.type, dtype=dtype, enabled=amp != "off")
 
 
 def map_tensors(function, batch):
-    """Nested tuples, lists and dicts with `function` of each tensor in its place. Whatever is no
-    tensor stays.
+    """Nested tuples, lists and dicts with `function` of each tensor in its place. Everything else
+    is returned unchanged.
 
     Needs: torch.
     """
@@ -210,9 +213,9 @@ def map_tensors(function, batch):
 def to_device(batch, device):
     """A tensor, or nested tuples, lists and dicts of tensors, on `device`.
 
-    From pinned memory, which the system never moves, the copy runs beside the GPU's work
-    (non_blocking); the next operation on the GPU waits for it. From other memory an Apple GPU might
-    copy what stands there a moment later. Needs: map_tensors.
+    From pinned (page-locked) memory the copy runs beside the GPU's work (non_blocking); the next
+    operation on the GPU waits for it. Other memory may be overwritten before a copy to an Apple GPU
+    has read it, so there the program waits. Needs: map_tensors.
     """
 
     def move(tensor):
@@ -225,8 +228,9 @@ def set_seed(seed, deterministic=False):
     """Seeds Python's generator and torch's on all devices.
 
     On a CPU the same seed and number of threads give the same run to the bit. A GPU needs
-    `deterministic`, too: it then uses kernels that are reproducible and may be slower, and raises a
-    RuntimeError where there is none. Needs: os, random, torch.
+    `deterministic`, too. Its kernels are then reproducible and may be slower; an operation that has
+    no such kernel raises a RuntimeError when it is called. Otherwise cuDNN may choose kernels by
+    their speed. Call it before anything runs on a GPU. Needs: os, random, torch.
     """
     random.seed(seed)
     torch.manual_seed(seed)
@@ -304,25 +308,28 @@ def lr_at(step, total=math.inf, warmup=0.0, schedule="cosine", drops=0):
     first (warm-up). Near the end small steps settle into the minimum, so it falls. With 30 steps, a
     tenth of them warm-up, and "cosine":
 
-        1.0     ########
-        0.7    ###########
-        0.4   ###############
-        0.1  ####################
-             step 0    10      20       29
+        1.00     ##
+        0.75     #########
+        0.50    ###############
+        0.25   ####################
+        0.05   #########################
+             0 |        |         |         | 29
 
-    total     steps of the whole run; infinite: no end is known, and the rate stays at its peak
-    warmup    fraction of all steps in which it rises, 0 to 1; rounded to whole steps, so that one
-              step has the peak
+    total     steps of the whole run; infinite: no end is known, so there is no warm-up, and only
+              "plateau" falls
+    warmup    fraction of all steps in which it rises, in a straight line from 1/100, 0 to 1; it is
+              rounded to whole steps, so that one step has the peak
     schedule  after the warm-up:
               cosine     falls along half a cosine to 1/100 (Loshchilov and Hutter 2017)
               step       falls to a tenth after a third of what is left, to a hundredth after two
-              one-cycle  rises along half a cosine from 1/25, falls to 1/250,000 (Smith and Topin
-                         2018)
+              one-cycle  rises along half a cosine from 1/25, falls to 1/250,000: as torch's
+                         OneCycleLR does by default, after Smith and Topin 2018
               plateau    falls to a tenth for each of `drops` (see drop_on_plateau), two at most
               constant   stays
 
-    It is a pure function of the step. There is no scheduler whose counter a resume, a skipped step
-    or one epoch more could put wrong. Past the end it stays at its last value.
+    It depends on its arguments alone. There is no scheduler with a counter of its own, which a
+    resume, a skipped step or one epoch more could put wrong. Past the end it stays at its last
+    value.
     Needs: warmup_steps, math.
     """
     step = min(step, total - 1)
@@ -359,7 +366,7 @@ def set_lr(optimizer, factor):
     """Sets the learning rate of each group to `factor` times its own peak, the rate that it was
     built with.
 
-    So a group of 1e-4 beside one of 1e-2 keeps its distance. Needs: nothing.
+    So a group of 1e-4 beside one of 1e-2 keeps its ratio to it. Needs: nothing.
     """
     for group in optimizer.param_groups:
         # The first time it is noted; from then on it lies in the optimizer's state_dict.
@@ -368,8 +375,12 @@ def set_lr(optimizer, factor):
 
 
 def drop_on_plateau(drops, stale, improved, patience=2):
-    """For the schedule "plateau", after an epoch: how often the rate has dropped, and epochs since
-    the last progress.
+    """Returns (drops, stale) after an epoch, for the schedule "plateau".
+
+    drops  how often the rate has dropped: once more if more than `patience` epochs in a row have
+           brought no improvement
+    stale  epochs since the last improvement or drop
+    Needs: nothing.
     """
     stale = 0 if improved else stale + 1
     if stale > patience:
@@ -385,13 +396,13 @@ def distillation(logits, teacher_logits, temperature=4.0):
     which wrong answers are nearly right. With a temperature T the logits are divided by T, which
     makes the small probabilities visible:
 
-        logits [6, 3, 0]   softmax [0.95, 0.05, 0.002]   with T = 4 [0.58, 0.28, 0.13]
+        logits [6, 3, 0]   softmax [0.95, 0.05, 0.002]   with T = 4 [0.59, 0.28, 0.13]
 
         T^2 KL(softmax(teacher_logits / T) || softmax(logits / T))
 
-    The gradient of the divergence falls with T^2. The factor T^2 takes that back, so that the
-    weight of this term beside the cross-entropy does not depend on T. Both arguments are float (B,
-    K). Needs: F.
+    The gradient of the divergence shrinks as 1 / T^2. The factor T^2 takes that back, so that the
+    weight of this term beside the cross-entropy hardly depends on T. Both logits are float (B, K).
+    Needs: F.
     """
     student = (logits / temperature).log_softmax(1)
     teacher = (teacher_logits / temperature).log_softmax(1)
@@ -682,15 +693,15 @@ def init_distributed(device, log=print):
     """Joins the process group that torchrun describes in the environment. Returns (rank, world
     size, device).
 
-    Each process has a copy of the network and its part of every batch. After the backward pass they
-    add up their gradients (an all-reduce), so that all take the same step. Each has a GPU of its
+    Each process has a copy of the network and its part of every batch. During the backward pass DDP
+    averages their gradients (an all-reduce), so that all take the same step. Each has a GPU of its
     own, by its number on the machine (LOCAL_RANK). Whoever calls this calls leave_distributed at
     the end. UserError if there are more processes than GPUs. Needs: UserError, importlib, os, dist,
     torch.
     """
     if "RANK" not in os.environ:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # for all that asks for "the" device
+            torch.cuda.set_device(device)  # the default device from here on
         return 0, 1, device
     if device.type in ("mps", "xpu"):
         log(f"several processes on {device.type}: gloo takes no tensors from there, so on the CPU")
@@ -716,15 +727,15 @@ def leave_distributed():
     after an error.
 
     A thread of gloo lets go of the tensors of an all-reduce a moment after everybody has the
-    result. If the interpreter ends in that moment, the thread dies in the middle of it, and C++
-    aborts a process whose work was done: status -6. dist.destroy_process_group() waits for the
-    threads, but only if nobody else holds the group. Three do:
-    - torch.distributed.nn: `group=group.WORLD` is a default argument of its functions, so it keeps
-      the group for good
-      if there is one when it is imported, and the first optimizer or DDP imports it. So
-      init_distributed does, earlier.
+    result. If the interpreter ends in that moment, C++ aborts a process whose work was done (status
+    -6). dist.destroy_process_group() waits for these threads, but only if nobody else holds the
+    group. Three may hold it:
+
+    - torch.distributed.nn stores the group that there is when it is imported, in default arguments.
+      The first optimizer imports it; so init_distributed does that before there is a group.
     - DDP, if it is part of a circle of references, which only garbage collection frees.
-    - an error on its way out, by the local variables of all functions that it has come through.
+    - an error on its way out, through the local variables of all functions that it has passed.
+
     Needs: gc, sys, traceback, dist.
     """
     if not dist.is_initialized():
@@ -759,8 +770,11 @@ def sum_over_ranks(tensor):
 
 
 def largest_over_ranks(numbers):
-    """Starts to look for the largest in all ranks' lists of ints. Returns a function that waits for
-    the answer; with one process that is the largest at the time of asking. Needs: dist, torch.
+    """Starts an all-reduce of the largest in all ranks' lists of ints, 0 for an empty list. Returns
+    a function that waits for it. So ranks agree on a signal that one of them has caught, and go on
+    with their work meanwhile. With one process that function looks when it is called.
+
+    Needs: dist, torch.
     """
     if not dist.is_initialized():
         return lambda: max(numbers, default=0)
@@ -808,8 +822,8 @@ def once_per_machine(function):
 
 
 def number(kind, low, high):
-    """A type for argparse: an int or a float (`kind`) from `low` to `high`. NaN is outside: it
-    compares with nothing.
+    """A type for argparse: an int or a float (`kind`) from `low` to `high`. NaN is outside: all its
+    comparisons are false.
 
     Needs: argparse.
     """
@@ -850,8 +864,8 @@ def new_folder(out, name):
 
 
 def write_csv(path, rows):
-    """Writes a list of dicts as a table. Its head has all keys of all rows: a new column does not
-    break an old run.
+    """Writes a list of dicts as a table. Its head has all keys of all rows; rows that lack one
+    leave it empty.
 
     Needs: write_atomically, csv, io.
     """
@@ -870,8 +884,8 @@ def write_json(path, value):
 
 
 def confusion_table(confusion, classes):
-    """Text of an int64 (K, K) matrix: row = true class, column = answer; behind each row the
-    fraction that is right.
+    """Text of an int64 (K, K) matrix: row = true class, column = answer. A dot is 0; each row ends
+    with the fraction of it that is right (recall).
 
     Needs: nothing.
     """
@@ -931,7 +945,7 @@ if __name__ == "__main__":
     for schedule in ("cosine", "step", "one-cycle"):
         curve = [lr_at(step, 60, 0.15, schedule) for step in range(60)]
         print(
-            f"{schedule}: 60 steps, 9 of warm-up, from {curve[0]:.3f} over 1 "
+            f"{schedule}: 60 steps, 9 of warm-up, from {curve[0]:.3f} via 1 "
             f"to {curve[-1]:.6f} of the peak"
         )
         for level in (0.9, 0.7, 0.5, 0.3, 0.1):

@@ -53,7 +53,7 @@ utils.lr_at = lr_at
 """
 
 
-def load_small(size, test_size, choice="auto", root="data", train=True, once=None, say=print):
+def load_small(size, test_size, choice="auto", root="data", train=True, once=None, log=print, *of_folders):
     """What the tests of loop, checkpoints, resume and processes have in place of data.load_dataset: made pictures.
 
     A picture of class k has a bright square in the k-th of 16 places, and noise around it. A project with data of its own
@@ -70,8 +70,11 @@ def load_small(size, test_size, choice="auto", root="data", train=True, once=Non
     return (images[:size], labels[:size]) if train else None, (images[size:], labels[size:]), about
 
 
+OURS = {"loss_and_metrics": train.loss_and_metrics, "quality": train.quality}
+
+
 def small_loss(outputs, targets, label_smoothing=0.0):
-    """What the same tests minimize and report, whatever train.loss_and_metrics has become in a project of your own."""
+    """What the tests minimize and report where a project of your own has another loss; see conftest.py."""
     logits = outputs.float()
     loss = F.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing)
     return loss, len(targets), {"accuracy": (logits.detach().argmax(1) == targets).sum()}
@@ -81,21 +84,34 @@ def small_quality(row):
     return row["val_accuracy"], -row["val_loss"]
 
 
+def has_another_loss():
+    """Whether this copy of the program is one with another loss, other metrics or another choice of the best epoch."""
+    logits, targets, row = torch.tensor([[2.0, 1.0, -1.0], [0.0, 3.0, 0.5]]), torch.tensor([0, 2]), {"val_accuracy": 0.5, "val_loss": 1.0}
+    try:
+        ours, usual = train.loss_and_metrics(logits, targets, 0.1), small_loss(logits, targets, 0.1)
+        return ours != usual or train.quality(row) != small_quality(row)
+    except (KeyError, RuntimeError):
+        return True
+
+
 def small_task(monkeypatch, size=60, test_size=20):
-    """Gives main() the made data set and that loss, in this process and in those of start, run_program and torchrun."""
+    """Gives main() the made data set, in this process and in those of start, run_program and torchrun."""
     monkeypatch.setattr(data, "load_dataset", functools.partial(load_small, size, test_size))
-    monkeypatch.setattr(train, "loss_and_metrics", small_loss)
-    monkeypatch.setattr(train, "quality", small_quality)
 
 
 def task():
-    """What small_task may have changed in this process, to be handed to another."""
+    """What a test may have changed in this process, to be handed to another."""
     return {"load_dataset": data.load_dataset, "loss_and_metrics": train.loss_and_metrics, "quality": train.quality}
 
 
-def run_script(script, task):
-    """Runs a file as a program. In train.py the loss and the data are those of `task`."""
+def take(task):
+    """Gives this process what `task` of another one returned."""
     data.load_dataset = task["load_dataset"]
+    train.loss_and_metrics, train.quality = task["loss_and_metrics"], task["quality"]
+
+
+def run_script(script):
+    """Runs a file as a program. train.py gets the loss that the module train has in this process."""
     if Path(script).name != "train.py":
         runpy.run_path(str(script), run_name="__main__")
         return
@@ -103,9 +119,9 @@ def run_script(script, task):
     program = sys.modules["__main__"].__dict__
     program.update({"__name__": "__main__", "__file__": str(script)})
     exec(compile(ast.Module(body, []), str(script), "exec"), program)
-    for name in ("loss_and_metrics", "quality"):
-        if task[name] is not getattr(train, name):
-            program[name] = task[name]
+    for name, ours in OURS.items():
+        if getattr(train, name) is not ours:
+            program[name] = getattr(train, name)
     exec(compile(ast.Module([last], []), str(script), "exec"), program)
 
 
@@ -174,9 +190,10 @@ def play(script, args, cwd, before, environment, task, output, errors, start_met
         torch.set_num_threads(1)  # what torchrun asks for
     sys.argv = [str(script), *args]
     try:
+        take(task)
         exec(before, {"__name__": "before"})
         if script:
-            run_script(script, task)
+            run_script(script)
     finally:
         look = {}
         exec(LAST_LOOK, look)
@@ -255,7 +272,8 @@ def torchrun(*args, cwd, ranks, before=""):
     error).
     """
     script = Path(cwd) / "before_train.py"
-    run = f"import helpers, pickle\nhelpers.run_script({str(ROOT / 'train.py')!r}, pickle.loads({pickle.dumps(task())!r}))\n"
+    run = f"import helpers, pickle\nhelpers.take(pickle.loads({pickle.dumps(task())!r}))\n"
+    run += f"helpers.run_script({str(ROOT / 'train.py')!r})\n"
     script.write_text(f"exec({LAST_LOOK + textwrap.dedent(before)!r})\n{run}")
     words = ["--standalone", "--nproc-per-node", ranks, script, *args]
     run = f"import torch.distributed.run as torchrun\ntorchrun.main({[str(word) for word in words]!r})"
