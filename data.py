@@ -586,8 +586,8 @@ def lengths_to_mask(lengths):
         lengths [3, 1]  ->  1 1 1        True, drawn as 1, is real
                             1 . .        False, drawn as a dot, is padding
 
-    L is the largest length, or 1 if all are 0. The mask stands here, and in all of this project, as
-    in F.scaled_dot_product_attention; nn.MultiheadAttention's key_padding_mask is its opposite.
+    L is the largest length, or 1 if all are 0. True means real in all of this project, as in
+    F.scaled_dot_product_attention; nn.MultiheadAttention's key_padding_mask is the opposite.
 
     Needs: torch.
     """
@@ -661,7 +661,7 @@ def collate_packed(batch, mean, std, blank=False):
     tokens = normalize(patches[chosen], mean, std)  # (T, C, 4, 4)
     _, positions = chosen.nonzero(as_tuple=True)  # (T,): the columns of its True values
     mask = lengths_to_mask(chosen.sum(1))  # (B, L)
-    places = mask.flatten().nonzero().squeeze(1)  # (T,)
+    places = mask.flatten().nonzero().squeeze(1)  # (T,): row by row, in the order of the tokens
     return (tokens.flatten(1), positions, mask, places), labels
 
 
