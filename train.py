@@ -687,7 +687,7 @@ def build_parser():
     """
     parser = argparse.ArgumentParser(
         usage="python train.py [flags]",
-        description=__doc__,
+        description=__doc__.partition("\n1. ")[0],
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
