@@ -885,13 +885,34 @@ def seed_worker(worker_id):
 
     (The draws of Digits are functions of seed, epoch and index, and do not depend on this.)
 
-    Needs: os, torch, get_worker_info; generators_in, reseed.
+    Needs: os, torch, get_worker_info; generators_in, outlive_a_stop, reseed.
     """
     # A group of its own: Ctrl-C in a terminal goes to the whole group, and would end the worker in
     # the middle of a step that the program wants to finish.
     if hasattr(os, "setsid"):
         os.setsid()
+    outlive_a_stop()
     reseed(generators_in(get_worker_info().dataset), torch.initial_seed())
+
+
+def outlive_a_stop(seconds=10):
+    """Makes a worker deaf to requests to stop, for so long that the program can finish its step.
+
+    A scheduler that ends a job sends SIGTERM to all of its processes, workers included. A program
+    that finishes its step needs its workers for that, and tells them itself when it is done. Only
+    if it does not, as when it was killed, the worker ends by its own alarm.
+
+    Needs: signal.
+    """
+
+    def end_later(number, frame):
+        signal.alarm(seconds)
+
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "alarm"):
+        signal.signal(signal.SIGTERM, end_later)
 
 
 # =============================================================================================

@@ -1384,6 +1384,8 @@ def train(args, checkpoint, device, log):
             write_tables(folder, args, state, split, device, model)
             log_epoch(state, epochs, about, split, log)
 
+        leave_if_asked(utils.largest_over_ranks(signals)(), state, folder, log)
+
         # All choices are made: now, and only now, the test set.
         result = test_best(folder, model, test_loader, device, args.amp, count_classes(test_set))
         state["test"] = without_counts(result)
@@ -1392,6 +1394,7 @@ def train(args, checkpoint, device, log):
     of = f"{folder}/best.pt, of epoch {state['best']['epoch']}"
     report(result, about, split["test"], of, log)
     log_end(result, about, state, time.perf_counter() - began, folder, log)
+    leave_if_asked(utils.largest_over_ranks(signals)(), state, folder, log)
 
 
 def answer_signals(signals, state, save, save_every, folder, log):
@@ -1411,7 +1414,7 @@ def answer_signals(signals, state, save, save_every, folder, log):
 
     signals     the list that utils.caught_signals fills
     save_every  also save after every so many steps; 0: only then
-    Needs: means, resume_command; largest_over_ranks and rank_and_world_size of utils, signal, sys.
+    Needs: leave_if_asked, means; largest_over_ranks of utils.
     """
     answers = [utils.largest_over_ranks(signals)]
 
@@ -1423,13 +1426,21 @@ def answer_signals(signals, state, save, save_every, folder, log):
         if number or due:
             means(state["this_rank"], state["epoch"])  # what is not finite is not saved
             save("last.pt")
-        if number:
-            name = signal.Signals(number).name
-            command = resume_command(folder, utils.rank_and_world_size()[1])
-            log(f"stopped by {name} after step {state['step']:,}; to go on: {command}")
-            sys.exit(128 + number)
+        leave_if_asked(number, state, folder, log)
 
     return after_step
+
+
+def leave_if_asked(number, state, folder, log):
+    """Ends the program with the status that a shell expects after signal `number`, 128 + number; if
+    it is 0, nothing happens. All that the run is has been saved. Needs: resume_command;
+    rank_and_world_size of utils, signal, sys.
+    """
+    if number:
+        name = signal.Signals(number).name
+        command = resume_command(folder, utils.rank_and_world_size()[1])
+        log(f"stopped by {name} after step {state['step']:,}; to go on: {command}")
+        sys.exit(128 + number)
 
 
 def show_progress(log, epoch, epochs, about, split, line):

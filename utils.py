@@ -26,6 +26,8 @@ import random
 import shutil
 import signal
 import sys
+import threading
+import time
 import traceback
 import zipfile
 from contextlib import contextmanager
@@ -733,19 +735,28 @@ def leave_distributed():
 
     - torch.distributed.nn stores the group that there is when it is imported, in default arguments.
       The first optimizer imports it; so init_distributed does that before there is a group.
-    - DDP, if it is part of a circle of references, which only garbage collection frees.
-    - an error on its way out, through the local variables of all functions that it has passed.
+    - DDP, if it is part of a circle of references, or held by an error on its way out: see
+      free_what_errors_hold.
 
-    Needs: gc, sys, traceback, dist.
+    Needs: free_what_errors_hold, dist.
     """
-    if not dist.is_initialized():
-        return
+    free_what_errors_hold()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def free_what_errors_hold():
+    """Clears the local variables of all functions that an error on its way out has come through.
+
+    An error, sys.exit among them, keeps them for a debugger. Here they are loaders, whose workers
+    would be killed at the end of the program in place of being told to end. Needs: gc, sys,
+    traceback.
+    """
     error = sys.exc_info()[1]
     while error:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__  # the one that was being handled when this one was raised
-    gc.collect()
-    dist.destroy_process_group()
+    gc.collect()  # and circles of references
 
 
 def rank_and_world_size():
@@ -902,18 +913,35 @@ def confusion_table(confusion, classes):
 
 
 @contextmanager
-def caught_signals(caught):
-    """Ctrl-C and SIGTERM only append their number to the list `caught`; another one ends the
-    program at once.
+def caught_signals(caught, grace=5.0):
+    """Requests to stop only append their number to the list `caught`, and the program goes on:
 
-    Needs: contextmanager, signal.
+        SIGINT    Ctrl-C
+        SIGTERM   a scheduler ends the job, or the machine is shut down
+        SIGHUP    the terminal was closed; not if that was ignored at the start, as nohup does
+        SIGUSR1   how many schedulers announce that a job will soon be ended
+
+    A scheduler may signal every process of a job, and torchrun passes on what it gets: the same
+    request comes twice. So a second signal within `grace` seconds of the first is not counted. A
+    later one ends the program at once. Python lets only the main thread ask for signals; in another
+    one nothing is caught. Needs: contextmanager, signal, threading, time.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = []
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
+        number = getattr(signal, name, None)  # Windows has the first two
+        if number and not (name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN):
+            numbers.append(number)
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    times = []
 
     def note(number, frame):
-        caught.append(number)
-        for each in numbers:
-            signal.signal(each, signal.SIG_DFL)
+        times.append(time.monotonic())
+        if len(times) == 1:
+            caught.append(number)
+        elif times[-1] - times[0] > grace:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     before = {number: signal.signal(number, note) for number in numbers}
     try:

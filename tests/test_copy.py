@@ -208,6 +208,9 @@ RUNS = {
     "train.rescale_place": lambda f, folder: f({"batch": 10, "step": 5}, 256, 64, 1, 1) is None,
     "train.hardest_classes": lambda f, folder: f(torch.tensor([[1, 1], [0, 2]]), ["a", "b"], 1) == "a (50.0 % right)",
     "train.log_end": lambda f, folder: f({}, about, {"epoch": 1, "metrics": [{"seconds": 1}]}, 2, folder, lambda line: None) is None,
+    "utils.free_what_errors_hold": lambda f, folder: f() is None,
+    "train.leave_if_asked": lambda f, folder: f(0, {}, folder, print) is None,
+    "data.outlive_a_stop": lambda f, folder: outlives(f),
     "train.training_mode": lambda f, folder: f(torch.nn.Linear(1, 1)) is None,
     "train.freeze": lambda f, folder: f(model.SimpleCNN(2), "conv", print) is None,
     "train.load_dataset": lambda f, folder: f(train.parse_args(["--dataset", "sample"]), False, print)[0] is None,
@@ -274,6 +277,18 @@ def ends_with_2(f):
     with pytest.raises(SystemExit) as end, f(ValueError):
         raise ValueError("x")
     return end.value.code == 2
+
+
+def outlives(f):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM)}
+    try:
+        f()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        return 8 <= signal.alarm(0) <= 10
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def catches(f):

@@ -137,15 +137,18 @@ def test_resume_in_another_process_after_kill(folder):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children are read from /proc")
-@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGUSR1", 138)])
 def test_signal_ends_the_step_and_leaves_no_worker(name, status, folder):
-    """Sent to the whole process group, as a terminal does."""
+    """Sent to the whole process group, as a terminal does, to the workers, as a scheduler does, and then all of it again."""
     flags = ("--epochs", "100000", "--batch-size", "8", "--workers", "2", "--out", "run")
     process = start(*flags, cwd=folder, before="import os; os.setsid()")
     until((folder / "run/last.pt").exists, process)
     workers = [int(pid) for pid in (Path("/proc") / f"{process.pid}/task/{process.pid}/children").read_text().split()]
     sent = time.monotonic()
-    os.killpg(process.pid, getattr(signal, name))
+    for _ in range(2):
+        for pid in workers:
+            os.kill(pid, getattr(signal, name))
+        os.killpg(process.pid, getattr(signal, name))
     ended, out, err = finish(process)
     print(out.splitlines()[-1], err, f"{time.monotonic() - sent:.1f} s")
     assert ended == status and err.count("Traceback") == 0
@@ -154,23 +157,21 @@ def test_signal_ends_the_step_and_leaves_no_worker(name, status, folder):
     assert utils.load_checkpoint("run/last.pt")["step"] > 0
 
 
-@pytest.mark.parametrize("part, finished", [("val", 1), ("test", 3)])
-def test_signal_in_evaluation_is_answered_after_it(part, finished, folder, monkeypatch):
+@pytest.mark.parametrize("at, finished", [(1, 1), (3, 3), (4, 3)])  # the first validation, the last one, the test
+def test_signal_in_evaluation_is_answered_after_it(at, finished, folder, monkeypatch, capfd):
     expected = straight()
-    evaluate = train.evaluate
+    evaluate, calls = train.evaluate, []
 
-    def interrupted(model, loader, *args):
-        if len(loader.dataset) == (5 if part == "val" else 20):
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == at:
             os.kill(os.getpid(), signal.SIGINT)
-        return evaluate(model, loader, *args)
+        return evaluate(*args)
 
     monkeypatch.setattr(train, "evaluate", interrupted)
-    if part == "val":
-        with pytest.raises(SystemExit) as end:
-            train.main([*FLAGS, "--out", "stopped"])
-        assert end.value.code == 130
-    else:
-        train.main([*FLAGS, "--out", "stopped"])  # there is nothing left to stop
+    with pytest.raises(SystemExit) as end:
+        train.main([*FLAGS, "--out", "stopped"])
+    assert end.value.code == 130 and len(calls) == at and "stopped by SIGINT" in capfd.readouterr().out
     monkeypatch.setattr(train, "evaluate", evaluate)
     assert utils.load_checkpoint("stopped/last.pt")["epoch"] == finished
     train.main(["--resume", "stopped/last.pt"])

@@ -2,8 +2,11 @@
 
 import argparse
 import collections
+import os
 import pathlib
 import random
+import signal
+import threading
 import warnings
 
 import pytest
@@ -72,6 +75,47 @@ def test_workers_are_picked_by_device_cores_and_ranks(monkeypatch):
     assert utils.pick_workers(None, cuda) == 6
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     assert utils.pick_workers(None, cuda) == 1
+
+
+def test_the_same_request_twice_is_one_and_a_later_one_ends_the_program(monkeypatch):
+    clock, ended, caught = [0.0], [], []
+    monkeypatch.setattr(utils.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(utils.signal, "raise_signal", ended.append)
+    before = signal.getsignal(signal.SIGTERM)
+    with utils.caught_signals(caught):
+        for clock[0] in (0.0, 0.1, 5.0):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert caught == [signal.SIGTERM] and ended == []
+        clock[0] = 5.1
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert caught == [signal.SIGTERM] and ended == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="no such signal on Windows")
+def test_a_closed_terminal_is_a_request_unless_it_was_to_be_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        for handler, expected in ((signal.SIG_IGN, []), (signal.SIG_DFL, [signal.SIGHUP])):
+            signal.signal(signal.SIGHUP, handler)
+            caught = []
+            with utils.caught_signals(caught):
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert caught == expected
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_in_another_thread_no_signal_is_caught():
+    def body():
+        with utils.caught_signals([]):
+            handlers.append(signal.getsignal(signal.SIGTERM))
+
+    handlers, before = [], signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert handlers == [before]
 
 
 @pytest.fixture
