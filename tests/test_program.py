@@ -356,7 +356,7 @@ def test_runs_that_leads_nowhere_is_one_line(mnist, capfd, monkeypatch):
 ])
 def test_attention_trains_is_evaluated_and_drawn(flags, mnist, capfd):
     figures, rows, best = run(mnist, "--model", "attention", "--width", "16", "--epochs", "2", "--batch-size", "16", *flags.split())
-    assert figures["epochs_done"] == len(rows) == 2 and figures["parameters"] == 7836
+    assert figures["epochs_done"] == len(rows) == 2 and figures["parameters"] == 7835
     assert all(weight.dtype == torch.float32 for weight in best["model"].values())
     capfd.readouterr()
     train.main(["--data-dir", str(mnist / "data"), "--evaluate", str(mnist / "run/best.pt"), "--pictures"])
