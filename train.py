@@ -1,6 +1,6 @@
 """Trains a neural network on pictures such as MNIST's digits.
 
-python train.py --epochs 10                                    train; everything else has a default
+python train.py --epochs 10                                    train; everything has a default
 python train.py --resume runs/mnist-cnn-1/last.pt              go on, from any step
 python train.py --evaluate runs/mnist-cnn-1/best.pt            test loss, accuracy, confusion matrix
 python train.py --predict runs/mnist-cnn-1/best.pt a.png       answers for pictures, or for folders
@@ -13,7 +13,7 @@ epoch) and run.json (arguments, versions, data, final figures).
 1. what a project of your own changes   the networks, the loss and the metrics
 2. the loop                             backward_window, optimizer_step, train_one_epoch, evaluate
 3. arguments
-4. the verbs, in the order of time      train, evaluate_checkpoint, predict, export_checkpoint; main
+4. the verbs: what the program can do   train, evaluate_checkpoint, predict, export_checkpoint; main
 
 What calls what, in a training:
 
@@ -34,9 +34,10 @@ along with the object: names of this file, modules that it imports, helpers of d
 import os
 import signal
 
-# Read when torch is imported. The threads that share a convolution wait for each other thousands of
-# times a second, and by default they do so by spinning. Beside another busy program a spinning
-# thread takes the core from the one it is waiting for: 500 images/s where 7,000 are possible.
+# To be set before torch is imported. The threads that share a convolution wait for each other
+# thousands of times a second, and by default they do so by spinning. Beside another busy program a
+# spinning thread takes the core from the one it is waiting for: 500 images/s where 7,000 are
+# possible.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -60,6 +61,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
 
 import data
 import model as networks
@@ -68,12 +70,12 @@ import utils
 # ---------------------------------------------------- 1. what a project of your own changes
 #
 # Which pictures: data.load_dataset. Which network: one entry of NETWORKS. What is minimized and
-# reported: loss_and_metrics. How weights move: utils.build_optimizer and utils.lr_at. All the rest
-# stays as it is.
+# reported: loss_and_metrics; which epoch is the best: quality. How weights move:
+# utils.build_optimizer and utils.lr_at. The loop, checkpoints and processes stay as they are.
 #
 # `args` are the arguments of the command line. `about` is the dict in which a data set says what it
-# is: classes, shape of an image, mean, standard deviation (see data.describe). Nothing below has a
-# 10 or a 28 in it; a network for other pictures is built from their own `about`.
+# is: classes, shape of an image, mean, standard deviation (see data.describe). A network is built
+# from it; no number of classes or pixels is written down here.
 
 
 def build_cnn(args, about):
@@ -89,8 +91,8 @@ def build_cnn(args, about):
 def collate_for_cnn(args, about):
     """The function that makes a batch for the CNN: it normalizes images as the training set asks.
 
-    A loader calls it with what the data set returns. It is a partial and no lambda, for a lambda
-    cannot be sent to a worker process. Needs: collate_images of data, partial.
+    A loader calls it with what the data set returns. It is a partial, for a lambda cannot be
+    pickled for workers that are spawned. Needs: collate_images of data, partial.
     """
     return partial(data.collate_images, mean=about["mean"], std=about["std"])
 
@@ -115,8 +117,8 @@ def build_attention(args, about):
 
 
 def collate_for_attention(args, about):
-    """The function that cuts a batch of images into tokens: packed in one row, or padded to the
-    longest. Which of the two is faster is seen in the README; they are the same function.
+    """The function that cuts a batch of images into tokens: packed in one row, padded to the most
+    that an image has, or all. Packed and padded give the same results; packed is faster.
 
     Needs: collate_packed and collate_tokens of data, partial.
     """
@@ -159,20 +161,18 @@ def build_model(args, about):
 def count_samples(targets):
     """How many samples a batch of targets holds: what the sum of their losses is divided by.
 
-    A network that answers for each pixel may count pixels here, if the mean is to be one over
-    pixels. Needs: nothing.
+    Needs: nothing.
     """
     return len(targets)
 
 
 def loss_and_metrics(outputs, targets, label_smoothing=0.0):
-    """What is minimized and what is reported, in training and in evaluation: this function alone
-    decides it.
+    """What is minimized and what is reported, in training and in evaluation.
 
     The network answers with a number for each class, its logits. Softmax makes probabilities of
     them, and the loss of a sample is -log(probability of the true class), the cross-entropy:
 
-        logits [2.0, 1.0, -1.0]   softmax [0.71, 0.26, 0.04]
+        logits [2.0, 1.0, -1.0]   softmax [0.705, 0.260, 0.035]
         the true class is the first: loss 0.35; the last: loss 3.35
 
     It is small where the network is right and sure, and grows without bound where it is sure and
@@ -259,8 +259,8 @@ def split_batch(batch):
 def own_memory(tensor):
     """A tensor outside of the memory that a loader's worker shares with us. Needs: nothing.
 
-    Each shared tensor holds an open file, and a process may have some thousand: a window of 300
-    batches would run out.
+    Each shared tensor holds an open file, and a process may often have no more than a thousand: a
+    window of a few hundred batches would run out of them.
     """
     if tensor.is_shared():
         return tensor.clone()
@@ -271,7 +271,8 @@ def backward_window(model, window, count, scaler, args, device, teacher=None):
     """Adds up the gradient of the mean loss over a window, a list of batches that together make one
     step.
 
-    Four batches of 64 in a window take the step of one batch of 256, in the memory of 64: each
+    Four batches of 64 in a window take the step of one batch of 256 (batch norm apart, which sees
+    64), in the memory of 64: each
     backward pass adds its gradient to the one that is there (`.grad` is a sum until zero_grad). For
     that each sample has to count alike. Per-sample gradients 1, 2 and 6, in batches of two and one:
 
@@ -305,10 +306,10 @@ def backward_window(model, window, count, scaler, args, device, teacher=None):
         teacher_inputs = None
         if teacher:
             inputs, teacher_inputs = inputs
-        all_reduce = nullcontext()
+        sync_context = nullcontext()
         if position < len(window) - 1 and hasattr(model, "no_sync"):
-            all_reduce = model.no_sync()  # not yet
-        with all_reduce:
+            sync_context = model.no_sync()  # the all-reduce comes with the last batch
+        with sync_context:
             with utils.autocast(device, args.amp):
                 outputs = model(inputs)
             if real < count_samples(targets):
@@ -331,10 +332,11 @@ def optimizer_step(model, optimizer, scaler, lr_factor, clip=0.0):
     The order is scale, backward (both above), unscale, clip, step, update. In every other order
     something breaks:
 
-        clip before unscale    the bound 1.0 meets gradients that are 65,536 times too large, and
-                               each step shrinks to nothing
-        step without unscale   scaler.step unscales by itself, but then nobody has clipped
-        no update              after an overflow the scale stays, and every further step is skipped
+        clip before unscale    the bound 1.0 meets gradients that are 65,536 times too large: all of
+                               them are cut to the same length, and with SGD to nothing
+        clip after step        the weights have moved already
+        no unscale             scaler.step unscales, but clipping has seen scaled gradients
+        no update              the next unscale_ is an error, and the scale never adapts
 
     Clipping shortens a gradient longer than `clip` to that length and keeps its direction, so that
     one odd batch cannot throw the weights away (Pascanu et al. 2013); 0 only measures. `taken` is
@@ -355,7 +357,7 @@ def optimizer_step(model, optimizer, scaler, lr_factor, clip=0.0):
 
 
 def training_mode(model):
-    """model.train(), but for layers of which all own parameters are frozen: they stay as in use.
+    """model.train(), but layers of which all own parameters are frozen stay in eval mode.
 
     A frozen batch norm would not move its two parameters and yet change from batch to batch, for
     its running mean and variance are moved by the forward pass itself, in training mode. Needs:
@@ -376,17 +378,17 @@ def begin_epoch(loader, state):
     nothing fails, so nobody notices.
 
     A run that was stopped after batch 100 goes on with batch 101. Our own samplers begin there.
-    Another loader has to load 100 batches, and they are dropped. Needs: islice.
+    Another loader has to load 100 batches, and they are dropped. Needs: IterableDataset, islice.
     """
     order = loader.sampler
-    if hasattr(loader.dataset, "__iter__"):  # a stream deals out its samples itself
+    if isinstance(loader.dataset, IterableDataset):  # a stream deals out its samples itself
         order = loader.dataset
     dataset = loader.dataset
     while dataset is not None:  # under Subset and the like, too
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(state["epoch"])
         dataset = getattr(dataset, "dataset", None)
-    if hasattr(order, "padding"):
+    if hasattr(order, "padding"):  # one of ours
         size = getattr(order, "batch_size", None) or loader.batch_size
         order.set_epoch(state["epoch"], start=state["batch"] * size)
         return iter(loader)
@@ -425,8 +427,8 @@ def samples_of_ranks(window, last, epoch):
     """How many samples the window has here, and the mean of that over all ranks. UserError if all
     have none. Needs: UserError and gather_over_ranks of utils.
 
-    Ranks have equally many samples until the last window of the epoch, so they talk about it then
-    alone.
+    Ranks have equally many samples until the last window of the epoch, so they only communicate
+    then.
     """
     own = sum(real for _, _, real in window)
     counts = [own]
@@ -460,7 +462,7 @@ def train_one_epoch(
     The gradient is set to None before each window, not after the step: whoever looks at `.grad`
     after the step finds the one that moved the weights.
 
-    loader      batches as split_batch takes them; its dataset and sampler may be of any kind
+    loader      a DataLoader whose batches are as split_batch takes them, and which has a len()
     scaler      torch.amp.GradScaler; for all but fp16 a disabled one, which does nothing
     state       dict of where the run is, your own keys included; missing ones come from new_state.
                 At the end it stands at the next epoch
@@ -517,11 +519,11 @@ def record(state, sums, count, norm, taken, scaler):
     """Adds a step to the sums of the epoch and to the counters of the run. Needs: UserError of
     utils, torch.
 
-    A GPU works off what Python asks of it a little later. Whoever reads a number of it, by
-    loss.item(), print(loss) or `if loss > x`, waits until all that was asked before is done, and
-    then the GPU waits for Python. So loss, metrics and norm are added up on the device, by one
-    addition for all of them, and are read when a line is printed. NaN and infinity stay in a sum:
-    finite_steps stops counting at the first of them, so that it can be named later.
+    A GPU runs asynchronously. Whoever reads a value, by loss.item(), print(loss) or `if loss > x`,
+    waits until all that was asked before is done, and then the GPU waits for Python. So loss,
+    metrics and norm are added up on the device, by one addition for all of them, and are read when
+    a line is printed. NaN and infinity stay in a sum: finite_steps stops counting at the first of
+    them, so that it can be named later.
     """
     kind = torch.float32 if norm.device.type == "mps" else torch.float64  # mps has no float64
     step = torch.stack([value.to(kind) for value in [*sums.values(), norm]])
@@ -574,7 +576,7 @@ def end_of_epoch(state, seconds, waited, seen, optimizer):
     Needs: means; gather_over_ranks and sum_over_ranks of utils; torch.
     """
     own = state["this_rank"]
-    # Looked at before the ranks are added up: the step that an error names is this rank's.
+    # An error if something is not finite: before the ranks are added up, to name this rank's step.
     means(own, state["epoch"])
     counts = own["sums"].new_tensor([own["samples"], own["steps"]])
     *sums, samples, steps = utils.sum_over_ranks(torch.cat([own["sums"], counts]))
@@ -598,8 +600,11 @@ def end_of_epoch(state, seconds, waited, seen, optimizer):
 def progress_line(state, index, windows, passed, seen, optimizer):
     """One line about an epoch that is under way: means over its samples up to now.
 
-    What is left of the whole run comes early in the line, where 80 columns still show it. Needs:
-    means, math.
+    What is left of the whole run comes early in the line, where 80 columns still show it.
+
+    index  windows that are done, of `windows` that a stop has left of the epoch, in `passed`
+           seconds with `seen` samples of this rank
+    Needs: means; rank_and_world_size of utils, math.
     """
     averages = means(state["this_rank"], state["epoch"])
     averages.pop("grad_norm")
@@ -608,9 +613,10 @@ def progress_line(state, index, windows, passed, seen, optimizer):
     if state["total_steps"] != math.inf:
         seconds = round(passed / index * (state["total_steps"] - state["step"]))
         left = f" {seconds // 60}:{seconds % 60:02} left"
+    speed = seen * utils.rank_and_world_size()[1] / passed
     return (
         f"step {index}/{windows}{left} {numbers} lr {optimizer.param_groups[0]['lr']:.1e} "
-        f"{seen / passed:.0f} images/s"
+        f"{speed:.0f} images/s"
     )
 
 
@@ -625,13 +631,14 @@ def evaluate(model, loader, device, amp="off", classes=0):
         no_grad()      no activations are kept for a backward pass that will not come
 
     Without the first the figures are those of a crippled network; without the second they are
-    right, and memory is wasted. Afterwards the model is in the mode in which it came.
+    right, and memory is wasted. A model that came in training mode leaves in it.
 
     classes  K: also return "confusion", int64 (K, K): how often class i (row) was taken for class j
              (column). 0: do not
     Ranks bring different samples, none twice; a rank may bring none. UserError if there is no
-    sample at all, or if the loss is not finite. Needs: loss_and_metrics, split_batch; UserError,
-    autocast, gather_over_ranks, sum_over_ranks and to_device of utils; math, torch.
+    sample at all, or if the loss is not finite. Needs: loss_and_metrics, split_batch,
+    training_mode; UserError, autocast, gather_over_ranks, sum_over_ranks and to_device of utils;
+    math, torch.
     """
     training = model.training
     model.eval()
@@ -649,7 +656,8 @@ def evaluate(model, loader, device, amp="off", classes=0):
             # The matrix as one row. (bincount would wait for the device, to find the largest cell.)
             cells = targets * classes + outputs.argmax(1)  # (B,)
             confusion.index_add_(0, cells, torch.ones_like(cells))
-    model.train(training)
+    if training:
+        training_mode(model)
 
     ranks = utils.gather_over_ranks((samples, {name: value.item() for name, value in sums.items()}))
     samples = sum(count for count, _ in ranks)
@@ -704,9 +712,9 @@ def build_parser():
         help="mnist, fashion-mnist, sample, or a folder with a folder of pictures for each class; "
         "auto (default): mnist if it is in --data-dir or can be downloaded, else the sample")
     add("--image-size", default=28, type=utils.number(int, 4, 4096), metavar="N",
-        help="pixels of a side, to which pictures of a folder are brought (default 28)")
+        help="pictures of a folder are resized to N x N pixels (default 28)")
     add("--channels", type=int, choices=(1, 3),
-        help="of pictures of a folder: grey or colour (default as most of them are)")
+        help="of pictures of a folder: grey or colour (default: what most of them are)")
     add("--data-dir", default="data", metavar="DIR",
         help="where data sets lie or are downloaded to (default data)")
     add("--val-size", default=5000, type=whole, metavar="N",
@@ -739,10 +747,10 @@ def build_parser():
     add("--grad-checkpoint", **switch,
         help="attention: compute blocks twice instead of keeping them (default off)")
 
-    # If it learns too slowly or not at all, turn --lr first, by factors of three. A batch twice as
-    # large takes half as many steps an epoch; it usually bears a rate 1.4 to 2 times as large. What
-    # keeps a network from learning its training set by heart are, strongest first: augmentation,
-    # weight decay, dropout, label smoothing.
+    # If it learns too slowly or not at all, try three times and a third of --lr first. A batch
+    # twice as large takes half as many steps an epoch; it usually bears a rate 1.4 to 2 times as
+    # large. Against overfitting there are, strongest first: augmentation, weight decay, dropout,
+    # label smoothing.
     add = parser.add_argument_group("optimisation").add_argument
     add("--epochs", default=10, type=count, metavar="N",
         help="passes over the training set (default 10)")
@@ -764,8 +772,8 @@ def build_parser():
     add("--clip", default=1.0, type=utils.number(float, 0, 10**9),
         help="largest gradient norm; 0: off (default 1)")
 
-    # These change how fast it learns in seconds, and how much memory that takes; what it learns is
-    # the same but for rounding.
+    # These change how many seconds and how much memory it takes. What is learnt is the same but for
+    # rounding, and but for --sync-bn.
     add = parser.add_argument_group("machine").add_argument
     add("--device", default="auto", metavar="DEV",
         help="cpu, cuda, mps, xpu (default auto: cpu if there is no other)")
@@ -797,7 +805,7 @@ def build_parser():
     add("--save-every", default=0, type=whole, metavar="N",
         help="write last.pt every N steps, too; 0: off (default 0)")
     add("--freeze", metavar="NAME",
-        help="keep parameters whose name begins so as they are, such as conv (default none)")
+        help="freeze parameters whose names start with NAME, such as conv (default none)")
     add("--teacher", metavar="CKPT",
         help="learn from the answers of this network, too (default none)")
     add("--format", default="int8", choices=("int8",),
@@ -811,7 +819,7 @@ def build_parser():
     add("--export", metavar="CKPT",
         help="do not train; write its weights in --format, beside it (default none)")
     add("--evaluate", metavar="CKPT",
-        help="do not train; evaluate this checkpoint on the test set (default none)")
+        help="do not train; evaluate this checkpoint on --split (default none)")
     add("--predict", metavar=("CKPT", "PICTURE"), nargs="+",
         help="do not train; answer for pictures, or folders of them (default none)")
     return parser
@@ -875,13 +883,13 @@ def stored_arguments(args):
     """
     kept = {key: value for key, value in vars(args).items() if key not in ONCE}
     kept.pop("given", None)
-    # What was left to the machine is left to the machine that the run goes on with.
+    # Where a flag was left to the machine, that is kept, and not what this machine made of it.
     kept.update(kept.pop("asked", {}))
     return kept
 
 
 def without_effect(args):
-    """One line for each flag of the command line that changes nothing where it stands.
+    """One line for each flag of the command line that, as far as we know, changes nothing here.
 
     Somebody who gives --norm batch to the attention model believes to have changed something. It is
     no error, for the same flags may go with another --model; but it is said. Needs: NETWORKS.
@@ -904,18 +912,18 @@ def without_effect(args):
     return lines
 
 
-# ---------------------------------------------------- 4. the verbs, in the order of time
+# ---------------------------------------------------- 4. the verbs, in the order of their use
 
 
 def most_samples(args, world_size):
     """The largest number of samples of a part of the data, or None for all.
 
-    Two batches for each rank: the loop of a dry run meets a window that is not the last. Needs:
-    nothing.
+    In a dry run these are two windows for each rank, so that it meets one that is not the last.
+    Needs: nothing.
     """
     if args.dry_run:
-        return 2 * args.batch_size * world_size
-    return None  # as the end of a slice it is no end
+        return 2 * args.accum * args.batch_size * world_size
+    return None  # images[:None] are all
 
 
 def trained_on(checkpoint, path):
@@ -965,8 +973,8 @@ def load_training_data(args, log):
 
     Three parts, for three questions. The training set is what the weights are fitted to. The
     validation set says which epoch was the best, and which flags are. The test set says how good
-    the one that was chosen is, on pictures that have had no part in any choice; so it is read once,
-    at the end.
+    the one that was chosen is, on pictures that have had no part in any choice; so it is evaluated
+    after all epochs.
 
     about  what the data set is, see data.describe
     split  which part of it is used for what: {"name", "train", "val", "test", "seed", "stream"}
@@ -1007,7 +1015,9 @@ def evaluation_loader(dataset, collate, device):
     """
     rank, world_size = utils.rank_and_world_size()
     indices = range(rank, len(dataset), world_size)
-    return data.make_loader(dataset, 500, indices, 0, device.type == "cuda", collate=collate)
+    return data.make_loader(
+        dataset, batch_size=500, sampler=indices, pin_memory=device.type == "cuda", collate=collate
+    )
 
 
 def make_loaders(args, train_set, val_set, test_set, about, teacher_collate, device):
@@ -1052,12 +1062,14 @@ def load_teacher(args, about, device):
     if not args.teacher:
         return None, None
     checkpoint = utils.load_checkpoint(args.teacher)
-    check_same_kind(args.teacher, trained_on(checkpoint, args.teacher), about)
+    theirs = trained_on(checkpoint, args.teacher)
+    check_same_kind(args.teacher, theirs, about)
     teacher_args = parse_args([], checkpoint.get("args"))
     teacher = build_model(teacher_args, about)
     utils.load_weights(teacher, networks.unpack_weights(checkpoint["model"]), args.teacher)
     teacher = prepare(teacher.requires_grad_(False).eval(), args, device, silent)
-    return teacher, NETWORKS[teacher_args.model]["collate"](teacher_args, about)
+    # Normalized by what the teacher was trained with, which may be another mean.
+    return teacher, NETWORKS[teacher_args.model]["collate"](teacher_args, theirs)
 
 
 def collate_for_both(batch, collate, teacher_collate):
@@ -1072,10 +1084,10 @@ def collate_for_both(batch, collate, teacher_collate):
 
 
 def freeze(model, beginning, log):
-    """Keeps all parameters whose name begins so as they are; "conv" is the CNN's two convolutions.
+    """Freezes parameters whose names start so; "conv" are the CNN's two convolutions.
 
-    With --init these are weights that have learnt to see on many pictures. If one's own are few,
-    they would only spoil them: what is worth learning then is the last layers. The optimizer takes
+    With --init, frozen layers keep what they have learnt from a large data set; trained on a few
+    pictures they would overfit to these. Only the last layers learn then. The optimizer takes
     none of the frozen ones, and training_mode keeps the buffers of their layers. UserError if there
     is no such name, or no other. Needs: UserError of utils.
     """
@@ -1194,10 +1206,10 @@ def check_resumable(checkpoint, path, about, split):
 
 
 def resume_run(checkpoint, args, state, model, optimizer, scaler, device, log):
-    """Goes on where `checkpoint` stopped, with the arguments of now, which may be other ones.
+    """Goes on where `checkpoint` stopped, with the current arguments, which may differ.
 
     There is little to restore. The order of an epoch is a function of seed and epoch, augmentation
-    one of seed, epoch and sample, the learning rate one of the step: three numbers bring all of it
+    one of seed, epoch and sample, the learning rate one of the step: a few numbers bring all of it
     back. utils.restore does the rest. What is left for this function are arguments that have
     changed: each is said in a line, and reaches the optimizer.
 
@@ -1208,10 +1220,10 @@ def resume_run(checkpoint, args, state, model, optimizer, scaler, device, log):
     asked = [dict(group, params=None) for group in optimizer.param_groups]
     utils.restore(checkpoint, model, optimizer, scaler, state, device, log, args.resume)
     for group, now in zip(optimizer.param_groups, asked):
-        # Built with the arguments of now: the checkpoint's hyperparameters would win in silence.
+        # The current arguments win: restored, the checkpoint's would do so, and in silence.
         group.update({**now, "params": group["params"], "lr": group["lr"], "peak_lr": now["lr"]})
 
-    # The precision as it was and is, not as it was asked for: another machine may have another.
+    # The precisions that are compared are those used, not those asked for.
     old = {**checkpoint["args"], "amp": checkpoint["amp"]}
     new = {**stored_arguments(args), "amp": args.amp}
     for name in sorted(new.keys() & old.keys()):
@@ -1259,7 +1271,7 @@ def choose_folder(args, about, state):
     """The folder of the run, on all ranks: the one that is resumed, or a new one.
 
     Rank 0 makes it and tells the others its name: two ranks that look for the next free number at
-    the same time would find two.
+    the same time could pick different folders.
 
     The best weights of a run that goes on are read here, though they are needed at the end: if they
     are damaged, that is better known now. A run that goes on elsewhere takes them along.
@@ -1285,7 +1297,7 @@ def announce(args, model, about, split, device, steps, epochs, folder, log):
     """Says before the first step what will be done, as arithmetic that a reader can check.
 
     Most mistakes in the flags show here, before an hour is spent: a batch that is larger than
-    meant, a warm-up longer than the run, another data set. Needs: rank_and_world_size and
+    meant, too few steps, another data set. Needs: rank_and_world_size and
     warmup_steps of utils, networks, torch.
     """
     world_size = utils.rank_and_world_size()[1]
@@ -1320,12 +1332,12 @@ def announce(args, model, about, split, device, steps, epochs, folder, log):
 def train(args, checkpoint, device, log):
     """The verb of --epochs, --resume and --init: data, network, epochs, test.
 
-    An epoch is trained, saved, validated and saved again. So nothing is lost whenever the process
-    is killed; the first of these two, between training and validation, has the finished row in
-    state["row"], and a resume goes on with the validation.
+    An epoch is trained, saved, validated and saved again. So a process that is killed loses at most
+    the epoch in progress (or what came after the last --save-every). What is saved between training
+    and validation has the epoch's figures in state["row"], and a resume begins with the validation.
 
     With several processes each runs all of this on its own part of every batch, and rank 0 alone
-    writes files. Needs: the rest of section 4.
+    writes files.
     """
     began = time.perf_counter()
     # The data come first: the network is built from what they say of themselves.
@@ -1365,7 +1377,7 @@ def train(args, checkpoint, device, log):
         if utils.rank_and_world_size()[0] == 0:
             utils.save_checkpoint(folder / file, {**current, **description})
 
-    # From here to the end Ctrl-C is a request: the step is finished, the state saved.
+    # From here to the end Ctrl-C is a request, honoured after the next step.
     signals = []
     after_step = answer_signals(signals, state, save, args.save_every, folder, log)
     with utils.caught_signals(signals):
@@ -1413,15 +1425,15 @@ def answer_signals(signals, state, save, save_every, folder, log):
         step 7   all ranks have the answer, save and stop
 
     signals     the list that utils.caught_signals fills
-    save_every  also save after every so many steps; 0: only then
+    save_every  also save after every so many steps; 0: only at a signal
     Needs: leave_if_asked, means; largest_over_ranks of utils.
     """
-    answers = [utils.largest_over_ranks(signals)]
+    pending = [utils.largest_over_ranks(signals)]
 
     def after_step():
-        answer = answers.pop()
-        number = answer()
-        answers.append(utils.largest_over_ranks(signals))
+        answer_of_ranks = pending.pop()
+        number = answer_of_ranks()
+        pending.append(utils.largest_over_ranks(signals))
         due = save_every and (state["step"] + state["skipped"]) % save_every == 0
         if number or due:
             means(state["this_rank"], state["epoch"])  # what is not finite is not saved
@@ -1453,8 +1465,9 @@ def show_progress(log, epoch, epochs, about, split, line):
 def same_buffers(model):
     """Gives all ranks the buffers of rank 0, before they are validated or saved.
 
-    Parameters are equal on all ranks, for their gradients are. Buffers have no gradients: the
-    running means of batch norm are those of the batches that a rank has seen. Needs: dist.
+    Parameters are equal on all ranks, for their gradients are. Buffers, such as the running means
+    of batch norm, have none. DDP copies those of rank 0 before a forward pass, so the ranks differ
+    by what the last one has changed. Needs: dist.
     """
     if dist.is_initialized():
         for buffer in model.buffers():
@@ -1464,8 +1477,8 @@ def same_buffers(model):
 def validate(state, model, val_loader, device, amp):
     """Ends an epoch: completes its row with the validation, and says whether it is the best so far.
 
-    The last epoch need not be the best one: a network that has begun to learn its training set by
-    heart gets worse on other pictures. Without a validation set the last epoch is taken, all the
+    The last epoch need not be the best one: a network that begins to overfit gets worse on other
+    pictures. Without a validation set the last epoch is taken, all the
     same. To choose by the test set would be to train on it: of ten epochs the one that happens to
     suit these 10,000 digits is better on them than on all others.
 
@@ -1560,9 +1573,10 @@ def count_classes(dataset):
 
 
 def test_best(folder, model, test_loader, device, amp, classes):
-    """Evaluates the weights that the validation set has chosen. The test set is read here, once.
+    """Evaluates the weights that the validation set has chosen on the test set.
 
-    The run itself may go on some day from where it is, so a copy takes them. Needs: evaluate, copy;
+    They are loaded into a copy: the last.pt that is saved afterwards keeps those of the last epoch,
+    from which the run can go on. Needs: evaluate, copy;
     broadcast_from_rank_0, load_checkpoint, load_weights and rank_and_world_size of utils.
     """
     weights = None
@@ -1582,7 +1596,8 @@ def report(result, about, count, of, log, part="test"):
     """What the test set of `count` samples, or another part of the data, says of the weights `of`.
 
     An accuracy of 99.5 % on 10,000 samples is uncertain by sqrt(0.995 x 0.005 / 10,000) = 0.07 %,
-    one standard deviation. Two networks that differ by less than twice that may be equally good.
+    one standard deviation. As a rule of thumb, networks that differ by less than twice that may be
+    equally good.
     Needs: in_words, title, without_counts.
     """
     metrics = without_counts(result)
@@ -1614,19 +1629,19 @@ def log_end(result, about, state, seconds, folder, log):
     world_size = utils.rank_and_world_size()[1]
     best = shlex.quote(str(folder / "best.pt"))
     log(f"confusion matrix: {start_command(1)} --evaluate {best}")
-    log(f"train on: {resume_command(folder, world_size)} --epochs {2 * state['epoch']}")
+    log(f"continue: {resume_command(folder, world_size)} --epochs {2 * state['epoch']}")
 
 
 def evaluate_checkpoint(args, checkpoint, device, log):
     """The verb of --evaluate: loss, accuracy, confusion matrix, and what was taken for what.
 
     The data set is the one that the arguments name; shape, classes, mean and standard deviation are
-    the checkpoint's. The test set is for the end. Whoever compares flags or looks for weaknesses
-    does it with --split val, or has no test set any more. No training image is read unless for
-    that. Needs: NETWORKS, build_model, check_same_kind, count_classes, evaluate, evaluation_loader,
-    load_training_data, load_dataset, log_confusions, most_samples, prepare, report,
-    save_attention, save_mistakes, trained_on; load_weights and rank_and_world_size of utils; data,
-    Path.
+    the checkpoint's. To compare settings, use --split val: a test set that has decided something is
+    no longer independent. Training images are read only for that. The most certain mistakes are
+    drawn in mistakes.png beside the checkpoint. Needs: NETWORKS, build_model, check_same_kind,
+    count_classes, evaluate, evaluation_loader, load_training_data, load_dataset, log_confusions,
+    most_samples, prepare, report, save_attention, save_mistakes, trained_on; load_weights and
+    rank_and_world_size of utils; data, Path.
     """
     rank, world_size = utils.rank_and_world_size()
     about = trained_on(checkpoint, args.evaluate)
