@@ -307,7 +307,7 @@ def test_sample_learns_and_a_file_gets_plain_lines(tmp_path, capfd):
     *_, hardest, seconds, confusion, on = out.splitlines()
     assert hardest.startswith("hardest classes: ") and hardest.count("% right") == 3 and " s from start to end" in seconds
     assert confusion == f"confusion matrix: python train.py --evaluate {tmp_path}/run/best.pt"
-    assert on == f"train on: python train.py --resume {tmp_path}/run/last.pt --epochs 4"
+    assert on == f"continue: python train.py --resume {tmp_path}/run/last.pt --epochs 4"
 
 
 # Each look at the clock is a second later than the one before: a line of progress is due at every step.
