@@ -19,8 +19,12 @@
 
     Extras             pack_weights, unpack_weights: such weights as bytes in a file
 
-This file knows nothing of files or training, and imports torch alone. `python model.py` shows the
-shapes on their way through both networks.
+    Looking inside     layer_table           what each layer computes, and keeps for backward
+                       memory_report         what a training step holds in memory, and why
+                       measured_peak         the same, measured
+
+This file knows nothing of files or training, and imports torch alone. `python model.py` prints the
+tables of the last section for both networks.
 
 Letters in shapes: B samples in a batch, C channels, H and W height and width, K classes; L tokens
 of the longest sample, T real tokens of all samples, V values of a patch, P positions in an image, d
@@ -28,14 +32,18 @@ the width of a token in the network; in attention, H heads of width D = d / H. "
 a docstring: what to copy along, imports first.
 """
 
+import copy
 import math
 import os
 import sys
 from functools import partial
+from weakref import WeakSet
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.module_tracker import ModuleTracker
 
@@ -1110,27 +1118,510 @@ def field_width(bits):
 
 
 # --------------------------------------------------------------------------------------------------
+# Looking inside: what each layer computes and keeps, and what a training step holds in memory
+# --------------------------------------------------------------------------------------------------
+
+
+def layer_table(model, inputs, loss=torch.sum):
+    """What each layer computes, and what it keeps for the backward pass: the rows of a table.
+
+    A FLOP is one floating-point operation, an addition or a multiplication. Nearly all of them are
+    in matrix products and convolutions, and only these are counted. A weight of a linear layer is
+    used once a sample, one of a convolution once for each pixel that comes out. conv2 of SimpleCNN
+    has 64 * 288 weights (32 channels of 3 x 3 pixels for each of 64), so a batch of 128 takes
+
+        2 * 128 images * 14 * 14 pixels * 64 * 288 weights = 924,844,032 FLOPs, forward
+
+    Backward takes twice as many. With y = W x, and the gradient dL/dy of the loss given, it needs
+
+        dL/dW = dL/dy x^T     how the loss depends on the weights: that is the gradient
+        dL/dx = W^T dL/dy     how it depends on the input, which is dL/dy of the layer before
+
+    and each is a product as large as the one of forward. The first layer needs dL/dW alone, as no
+    layer before it asks. So a training step costs about three forward passes.
+
+    The first formula also says what has to be kept from forward to backward: the layer's input x.
+    Other operations keep what their derivative needs. ReLU keeps its output, because the gradient
+    passes where that is above 0. Max-pooling keeps its input and, for each number that comes out,
+    where it was found, as an int64 of 8 bytes: half as much again as the input.
+
+    Memory belongs to a storage, a row of bytes, and a tensor is only a view of one: a shape and
+    where to begin. x.flatten(1), x[0] and x.mT are new views of the same bytes and cost nothing. An
+    in-place operation such as relu_() writes its result into bytes that are there. So each storage
+    is counted once, for whoever keeps it first. The output of a ReLU is the input of the next layer
+    (flattened or not): both keep it, it exists once, and the next layer has 0 in the table. But a
+    view of one row keeps all rows. Parameters and buffers are not counted; they stay anyway.
+
+    In-place operations save less than it seems. What nobody keeps is freed as soon as the next
+    operation has read it, so a convolution and relu() leave one storage behind, as with relu_().
+    And where values are kept, as a sigmoid keeps its output, backward raises an error if something
+    was written over them.
+
+    model    any with something to train; a copy of it computes, so it stays as it is. Its mode and
+             its frozen layers count: after model.eval() dropout keeps nothing. (In training mode
+             dropout draws from the global generator, here and in the functions below.)
+    inputs   what the model takes, a tensor or a tuple
+    loss     outputs -> one number, where backward begins
+    returns  a list of dicts, one a layer, in the order of their first calls; a layer that is never
+             called comes last if it has parameters
+                 layer       its name; "" for the model itself
+                 output      shape of its (last) output, a tuple; None without one
+                 parameters  how many of its numbers are trained, as in count_parameters
+                 forward     FLOPs, int
+                 backward    FLOPs; with gradient checkpointing, forward once more is among them
+                 kept        bytes that its forward pass keeps for backward
+
+    A row is the layer without the layers inside of it, so that each column adds up to the whole
+    network. What is no layer, such as F.relu or the product of queries and keys, is counted for the
+    layer whose forward calls it. The sums of FLOPs are those of FlopCounterMode in torch, but for
+    the fused attention of a CPU: of that it knows nothing, see flop_formulas.
+
+    Needs: copy, torch, saved_tensors_hooks, LayerTrace, unchanged.
+    """
+    model = copy.deepcopy(model)
+    trace = LayerTrace(model)
+    with trace:
+        with saved_tensors_hooks(trace.keep, unchanged):
+            result = loss(model(inputs))
+        trace.phase = "backward"
+        result.backward()
+    trace.owners.clear()  # the graph and its hooks hold each other: here that ends
+    never_called = []
+    for row in trace.rows.values():
+        if row not in trace.called and row["parameters"]:
+            never_called.append(row)
+    return trace.called + never_called
+
+
+class LayerTrace(TorchDispatchMode):
+    """Finds out, for each operation and for each tensor that is kept, to which layer it belongs.
+
+    In forward that is simple. PyTorch calls hooks before and after each layer, so there is a stack
+    of the layers whose forward is running, and what happens belongs to the innermost:
+
+        enter SimpleCNN      [SimpleCNN]
+        enter conv1          [SimpleCNN, conv1]    the convolution
+        leave conv1          [SimpleCNN]           pooling, ReLU
+
+    Backward calls no layer. It runs the nodes of a graph that forward has left: `y.grad_fn` is the
+    node of the operation that made y, and `next_functions` of a node are those before it. So at
+    each hook we look which nodes are new, note whose they are, and let each say, when backward
+    comes to it, that now this layer's work is done.
+
+    Each operation of PyTorch passes through __torch_dispatch__ while the mode is on (`with trace:`)
+    and its FLOPs follow from the shapes. model: gets the hooks, for good. The results are in
+    `rows`, a dict from layer to row, and `called`, a list of rows; see layer_table.
+
+    Needs: partial, TorchDispatchMode, WeakSet, flop_formulas, tensors_in.
+    """
+
+    def __init__(self, model):
+        super().__init__()
+        self.formulas = flop_formulas()
+        self.phase = "forward"
+        self.rows = {}
+        self.called = []
+        self.owners = {}  # node of the graph -> row
+        self.known = WeakSet()  # storages that need not be counted (again)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self.known.add(tensor.untyped_storage())
+        counted = set()
+        for name, layer in model.named_modules():
+            row = {"layer": name, "output": None, "parameters": 0}
+            for parameter in layer.parameters(recurse=False):
+                if parameter.requires_grad and parameter not in counted:  # shared: counted once
+                    counted.add(parameter)
+                    row["parameters"] += parameter.numel()
+            self.rows[layer] = {**row, "forward": 0, "backward": 0, "kept": 0}
+            layer.register_forward_pre_hook(self.enter, with_kwargs=True)
+            # Checkpointing stops its second forward by an exception as soon as it has enough.
+            layer.register_forward_hook(self.leave, always_call=True)
+        self.inside = [self.rows[model]]  # the innermost comes last
+
+    def enter(self, layer, args, kwargs):
+        self.claim([args, kwargs])  # made by the layer around this one
+        row = self.rows[layer]
+        self.inside.append(row)
+        if row not in self.called:
+            self.called.append(row)
+
+    def leave(self, layer, args, output):
+        self.claim(output)
+        row = self.inside.pop()
+        for tensor in tensors_in(output):
+            row["output"] = tuple(tensor.shape)
+            break
+
+    def claim(self, value):
+        """Notes that the operations which led to these tensors are the innermost layer's."""
+        nodes = [tensor.grad_fn for tensor in tensors_in(value)]
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in self.owners:
+                self.owners[node] = self.inside[-1]
+                node.register_prehook(partial(self.begin_node, self.inside[-1]))
+                nodes.extend(earlier for earlier, _ in node.next_functions)
+
+    def begin_node(self, row, gradients):
+        self.inside = [row]
+
+    def keep(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage not in self.known:
+            self.known.add(storage)
+            self.inside[-1]["kept"] += storage.nbytes()
+        return tensor
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = operation(*args, **kwargs)
+        formula = self.formulas.get(operation.overloadpacket)
+        if formula:
+            self.inside[-1][self.phase] += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+def flop_formulas():
+    """Operation -> function that computes its FLOPs from the arguments: those of FlopCounterMode.
+
+    It has no formula for the fused attention of a CPU, which is counted like that of a GPU: two
+    products forward, and five backward, as the weights are not kept but computed again.
+
+    Needs: torch.
+    """
+    # Imported here, because on some machines this import prints a warning.
+    from torch.utils.flop_counter import flop_registry
+
+    aten = torch.ops.aten
+    forward = flop_registry[aten._scaled_dot_product_flash_attention]
+    backward = flop_registry[aten._scaled_dot_product_flash_attention_backward]
+    return {
+        **flop_registry,
+        aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
+
+
+def tensors_in(value):
+    """All tensors in a tensor, or in dicts, lists and tuples of them, one after the other.
+
+    Needs: torch.
+    """
+    if torch.is_tensor(value):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def unchanged(tensor):
+    """For saved_tensors_hooks: what was kept is what backward gets. Needs nothing."""
+    return tensor
+
+
+def bytes_of(*values):
+    """Bytes of all tensors in `values`; two that share a storage count once. Needs: tensors_in."""
+    storages = {tensor.untyped_storage() for tensor in tensors_in(values)}
+    return sum(storage.nbytes() for storage in storages)
+
+
+def memory_report(model, inputs, optimizer, dtype=None, loss=torch.sum):
+    """What a training step holds in memory, by purpose, in bytes.
+
+    Most of the memory that training takes is not the network. If its weights have w bytes, there
+    are (in brackets, in MB: SimpleCNN with AdamW and a batch of 128 images)
+
+        parameters    w         [ 1.69]   421,642 numbers of 4 bytes
+        gradients     w         [ 1.69]   one for each weight, from backward to zero_grad
+        optimizer    2w         [ 3.37]   AdamW: running means of the gradient and of its square;
+                                          SGD: nothing, or w with momentum
+        activations  batch * a  [34.32]   what forward keeps for backward (see layer_table), and
+                                          the batch itself: a = 0.27 MB an image
+        temporary    batch * b  [ 6.23]   how far backward rises above all that
+        sum                     [47.29]
+
+    The first three are there whatever the batch is, and the others grow with it. Temporary are
+    above all the gradients of activations, on their way from a layer to the one before. Such a
+    gradient is as large as the activation. In the CNN the worst moment is the second pooling: 1.61
+    MB of gradient come in, 6.42 MB go out to conv2, and of the activations only 1.80 MB are free by
+    then: 1.61 + 6.42 - 1.80 = 6.23. So memory rises in forward, a little more in backward, falls as
+    backward passes one layer after the other, and ends where it began:
+
+                                     __
+                              ______|  |_        temporary
+                         ____|           |__     activations
+                    ____|                   |
+        ___________|                        |_________
+        parameters, gradients, optimizer: always
+                    forward            backward
+
+    The largest line says which remedy helps. Against activations: smaller batches and
+    accumulation; bf16, which halves what is kept of products and convolutions (and keeps a copy of
+    the weights in bf16); gradient checkpointing, which keeps only the inputs of blocks and makes
+    the rest once more, for one block at a time, so that it becomes temporary. Against the
+    optimizer's state: an optimizer with less of it. In use, under torch.no_grad(), there are only
+    the weights and one or two activations at a time.
+
+    The step that is looked at is the second or a later one of a window of accumulation: gradients
+    are there from the beginning. Where zero_grad() has just set them to None they come one by one
+    while activations go, and the peak is lower, by w at most.
+
+    model      any that copy.deepcopy copies; copies of it and of the optimizer take the step, and
+               both stay as they are
+    inputs     what the model takes, of the batch size in question
+    optimizer  of the model's parameters; its step must not need a closure
+    dtype      torch.bfloat16 or torch.float16 for autocast; None: no autocast
+    loss       outputs -> one number, where backward begins
+    returns    a dict of int: the five lines above, and their "sum". Buffers are in parameters, the
+               batch is in activations
+
+    The first four are computed, from sizes and from what autograd says that it keeps. What is
+    temporary is seen in a step: see LiveBytes. What an operation allocates for itself while it runs
+    is not seen; on a CPU that is a few percent.
+
+    Checkpointing: Chen et al. 2016, arXiv 1604.06174. What states of optimizers take, and how to
+    share them out over processes: Rajbhandari et al. 2020, arXiv 1910.02054.
+    Needs: partial, torch, saved_tensors_hooks, WeakSet, LiveBytes, bytes_of, forward_pass,
+    keep_storage, ready_to_step, tensors_in, unchanged.
+    """
+    model, optimizer = ready_to_step(model, optimizer)
+    parameters = [*model.parameters(), *model.buffers()]
+    gradients = [parameter.grad for parameter in model.parameters()]
+    state = list(optimizer.state.values())
+    report = {
+        "parameters": bytes_of(parameters),
+        "gradients": bytes_of(gradients),
+        "optimizer": bytes_of(state),
+    }
+    # Only looked at: a list of the tensors themselves would keep them alive.
+    kept = WeakSet(tensor.untyped_storage() for tensor in tensors_in(inputs))
+    permanent = {tensor.untyped_storage() for tensor in parameters}
+    with LiveBytes(parameters, gradients, state, inputs) as live:
+        with saved_tensors_hooks(partial(keep_storage, kept, permanent), unchanged):
+            result = forward_pass(model, inputs, dtype, loss)
+        report["activations"] = sum(storage.nbytes() for storage in kept)
+        after_forward = live.now()
+        result.backward()
+        optimizer.step()
+    report["temporary"] = live.peak - after_forward
+    report["sum"] = sum(report.values())
+    return report
+
+
+def keep_storage(kept, permanent, tensor):
+    """A hook for tensors that forward keeps: notes the storage, unless it is a permanent one.
+
+    Needs nothing.
+    """
+    storage = tensor.untyped_storage()
+    if storage not in permanent:
+        kept.add(storage)
+    return tensor
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts, within `with LiveBytes(...) as live:`, the bytes of all tensors that are alive.
+
+    Each operation of PyTorch, forward and backward, passes through __torch_dispatch__, and so do
+    the tensors that it makes. A weak reference to the storage of each does not keep it alive: when
+    the last tensor with that storage is gone, it disappears from the set by itself.
+
+        a = torch.zeros(1000)     4,000 bytes are alive
+        b = a.view(10, 100)       4,000           another view of the same storage
+        b.add_(1)                 4,000           in place
+        c = b + 1                 8,000
+        del a                     8,000           b still needs the storage
+        del b                     4,000           live.now(); live.peak is 8,000
+
+    values: tensors, and dicts, lists and tuples of them, that exist already and should count.
+    Needs: TorchDispatchMode, WeakSet, tensors_in.
+    """
+
+    def __init__(self, *values):
+        super().__init__()
+        self.storages = WeakSet()
+        self.peak = 0
+        self.see(values)
+
+    def now(self):
+        return sum(storage.nbytes() for storage in self.storages)
+
+    def see(self, value):
+        for tensor in tensors_in(value):
+            self.storages.add(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now())
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        self.see(result)
+        return result
+
+
+def ready_to_step(model, optimizer):
+    """Copies of both as they are within a window: gradients are there, and the optimizer's state.
+
+    A step with gradients of 0 makes the state that an optimizer builds up in its first step. To
+    copy both at once keeps them together: the copied optimizer moves the copied parameters.
+    Needs: copy, torch.
+    """
+    model, optimizer = copy.deepcopy((model, optimizer))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def forward_pass(model, inputs, dtype, loss):
+    """The loss as a number to call backward on; `dtype` is that of autocast, None for none.
+
+    Needs: torch.
+    """
+    device_type = next(model.parameters()).device.type
+    enabled = dtype is not None
+    with torch.autocast(device_type, dtype=dtype or torch.bfloat16, enabled=enabled):
+        outputs = model(inputs)
+    return loss(outputs)
+
+
+def measured_peak(model, inputs, optimizer, dtype=None, loss=torch.sum):
+    """The most bytes that are alive at any moment of a training step: to compare with a report.
+
+    On a GPU it is what PyTorch's allocator says (with the workspaces of cuBLAS and cuDNN, and sizes
+    rounded up to 512 bytes), elsewhere the tensors alive, see LiveBytes. Arguments and the step are
+    those of memory_report; copies take the step.
+
+    Needs: torch, LiveBytes, bytes_of, forward_pass, ready_to_step.
+    """
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        model, optimizer = ready_to_step(model, optimizer)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        there = (list(model.parameters()), list(model.buffers()), gradients)
+        with LiveBytes(there, list(optimizer.state.values()), inputs) as live:
+            forward_pass(model, inputs, dtype, loss).backward()
+            optimizer.step()
+        return live.peak
+    before = torch.cuda.memory_allocated(device)
+    model, optimizer = ready_to_step(model, optimizer)
+    for _ in range(2):  # libraries get their workspaces in the first
+        torch.cuda.reset_peak_memory_stats(device)
+        forward_pass(model, inputs, dtype, loss).backward()
+        optimizer.step()
+    return torch.cuda.max_memory_allocated(device) - before + bytes_of(inputs)
+
+
+def memory_at(batch_size, small, large):
+    """The report of a batch size that was not tried: a line through those of two smaller ones.
+
+    Each part of a report is a constant and so many bytes a sample. So two small batches say what a
+    large one would take, and which is the largest that fits, before a GPU has run out of memory:
+
+        SimpleCNN     32 images 17.3 MB, 64 images 27.0 MB: 0.30 MB an image, 7.6 MB without any
+        so for 128    27.0 + 64 * 0.30 = 46.5 MB; measured are 47.3
+        8 GB hold     (8,000 - 7.6) / 0.30 = 26,000 images
+
+    In small batches another moment may be the worst one of the step, so the line has a bend. Take
+    sizes at which activations are several times the weights, and samples that are alike, as in
+    length.
+
+    batch_size    the one in question
+    small, large  (batch size, its memory_report), two different sizes
+    returns       a report, int. Needs nothing.
+    """
+    small_size, small_report = small
+    large_size, large_report = large
+    steps = (batch_size - small_size) / (large_size - small_size)
+    report = {}
+    for key, value in small_report.items():
+        report[key] = round(value + steps * (large_report[key] - value))
+    return report
+
+
+# --------------------------------------------------------------------------------------------------
 # python model.py
 # --------------------------------------------------------------------------------------------------
 
 
-def print_shape(name, layer, inputs, output):
-    """A forward hook: PyTorch calls it with what a layer took and returned. Needs: torch."""
-    if torch.is_tensor(output):
-        print(f"    {name or 'the whole network':24} {tuple(output.shape)}")
+def print_layers(model, inputs):
+    """Prints the table of layers, without those that do nothing. Needs: layer_table."""
+    columns = ("parameters", "forward", "backward", "kept")
+    form = "{:22} {:17} {:>10} {:>13} {:>13} {:>11}"
+    print(form.format("layer", "output", "parameters", "FLOPs forward", "backward", "bytes kept"))
+    together = dict.fromkeys(columns, 0)
+    for row in layer_table(model, inputs):
+        figures = [row[key] for key in columns]
+        for key in columns:
+            together[key] += row[key]
+        if any(figures):
+            name = row["layer"] or "the network itself"
+            print(form.format(name, str(row["output"]), *(f"{figure:,}" for figure in figures)))
+    print(form.format("together", "", *(f"{figure:,}" for figure in together.values())))
+
+
+def print_memory(model, make_inputs, batch_size):
+    """Prints the memory of a batch as two smaller ones predict it, and as it is measured.
+
+    make_inputs: number of samples -> inputs. Needs: torch, measured_peak, memory_at, memory_report.
+    """
+    columns = ("parameters", "gradients", "optimizer", "activations", "temporary", "sum")
+    form = "{:14} {:>10} {:>9} {:>9} {:>11} {:>9} {:>6} {:>8} {:>6}"
+    print(form.format("in MB", *columns, "measured", ""))
+    quarter, half = batch_size // 4, batch_size // 2
+    for kind in (torch.optim.AdamW, torch.optim.SGD):
+        optimizer = kind(model.parameters(), lr=1e-3)
+        for precision, dtype in (("float32", None), ("bf16", torch.bfloat16)):
+            small = memory_report(model, make_inputs(quarter), optimizer, dtype)
+            large = memory_report(model, make_inputs(half), optimizer, dtype)
+            report = memory_at(batch_size, (quarter, small), (half, large))
+            measured = measured_peak(model, make_inputs(batch_size), optimizer, dtype)
+            figures = [f"{report[key] / 1e6:.2f}" for key in columns]
+            off = f"{report['sum'] / measured - 1:+.1%}"
+            name = f"{kind.__name__}, {precision}"
+            print(form.format(name, *figures, f"{measured / 1e6:.2f}", off))
+
+
+def random_images(device, count):
+    """Images of noise. Needs: torch."""
+    return torch.randn(count, 1, 28, 28, device=device)
+
+
+def random_tokens(device, count):
+    """Packed tokens of noise, 5 to 32 a sample as in handwritten digits, 18.5 on average.
+
+    count: a multiple of 32. Needs: torch, find_places, pack.
+    """
+    lengths = torch.linspace(5, 32, 32).round().long().repeat(count // 32)
+    mask = torch.arange(32) < lengths[:, None]  # (B, L)
+    places = find_places(mask)
+    positions = pack(torch.arange(32).expand(count, 32), places)
+    batch = (torch.randn(len(places), 16), positions, mask, places)
+    return tuple(tensor.to(device) for tensor in batch)
 
 
 def main():
-    """Prints the shape that each layer of both networks returns, for a batch of two samples."""
-    lengths = torch.tensor([3, 1])
-    mask = torch.arange(5) < lengths[:, None]  # (2, 5): three tokens and one, padded to five
-    images = torch.zeros(2, 1, 28, 28)
-    tokens = (torch.randn(2, 5, 16), torch.arange(5).expand(2, 5), mask)
-    for model, batch in ((SimpleCNN(), images), (AttentionClassifier(), tokens)):
-        print(f"{type(model).__name__}, {count_parameters(model):,} parameters")
-        for name, layer in model.named_modules():
-            layer.register_forward_hook(partial(print_shape, name))
-        model.eval()(batch)
+    """Prints for both networks what layers compute and keep, and what a training step holds."""
+    batch_size = 128
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # several would wait for each other where other programs are running
+    networks = [
+        (SimpleCNN(), random_images, ""),
+        (AttentionClassifier(), random_tokens, ""),
+        (AttentionClassifier(grad_checkpoint=True), random_tokens, ", gradient checkpointing"),
+    ]
+    for model, make_inputs, special in networks:
+        model.to(device)
+        make_inputs = partial(make_inputs, device)
+        print(f"{type(model).__name__}{special}, {count_parameters(model):,} parameters")
+        if not special:
+            print(f"each layer, without the layers inside of it, for a batch of {batch_size}:")
+            print_layers(model, make_inputs(batch_size))
+        print(f"a step with a batch of {batch_size}, predicted from batches of 32 and 64:")
+        print_memory(model, make_inputs, batch_size)
+        print(flush=True)  # what is there can be read while the next network computes
 
 
 if __name__ == "__main__":

@@ -61,6 +61,11 @@ def optimizer_steps(f, folder):
     return f(net, torch.optim.SGD(net.parameters()), OFF, 1.0)[1] is True
 
 
+def linear_and_optimizer(*inputs):
+    net = torch.nn.Linear(2, 3)
+    return net, *inputs, torch.optim.SGD(net.parameters())
+
+
 def records(f, folder):
     state = train.new_state()
     f(state, {"loss": torch.ones(()), "accuracy": torch.ones(())}, 4, torch.ones(()), True, OFF)
@@ -99,7 +104,23 @@ RUNS = {
     "model.pack_integers": lambda f, folder: f(torch.ones(4, dtype=torch.int8), 2).tolist() == [0b01010101],
     "model.unpack_integers": lambda f, folder: f(torch.tensor([0b01010101], dtype=torch.int8), 2, 4).tolist() == [1, 1, 1, 1],
     "model.field_width": lambda f, folder: f(3) == 4,
-    "model.print_shape": lambda f, folder: f("layer", None, (), torch.ones(2)) is None,
+    "model.layer_table": lambda f, folder: [row["kept"] for row in f(torch.nn.Linear(2, 3), torch.ones(5, 2))] == [40],
+    "model.LayerTrace": lambda f, folder: f(torch.nn.Linear(2, 3)).inside[0]["parameters"] == 9,
+    "model.flop_formulas": lambda f, folder: f()[torch.ops.aten.mm](torch.ones(2, 3), torch.ones(3, 4), out_val=None) == 48,
+    "model.tensors_in": lambda f, folder: len(list(f([{"a": batch}, 3]))) == 2,
+    "model.unchanged": lambda f, folder: f(GATES) is GATES,
+    "model.bytes_of": lambda f, folder: f(GATES, GATES[0]) == 6,
+    "model.memory_report": lambda f, folder: f(model.SimpleCNN(2), batch[0], torch.optim.SGD([torch.ones(1)]))["optimizer"] == 0,
+    "model.keep_storage": lambda f, folder: f(set(), set(), GATES) is GATES,
+    "model.LiveBytes": lambda f, folder: f(GATES, GATES[0]).now() == 6,
+    "model.ready_to_step": lambda f, folder: f(*linear_and_optimizer())[0].weight.grad.sum() == 0,
+    "model.forward_pass": lambda f, folder: f(model.SimpleCNN(2), batch[0], torch.bfloat16, torch.sum).dtype == torch.bfloat16,
+    "model.measured_peak": lambda f, folder: f(*linear_and_optimizer(torch.ones(5, 2))) > 0,
+    "model.memory_at": lambda f, folder: f(30, (10, {"sum": 5}), (20, {"sum": 6})) == {"sum": 7},
+    "model.print_layers": lambda f, folder: f(model.SimpleCNN(2), batch[0]) is None,
+    "model.print_memory": lambda f, folder: f(torch.nn.Linear(2, 3), lambda count: torch.ones(count, 2), 8) is None,
+    "model.random_images": lambda f, folder: f(CPU, 3).shape == (3, 1, 28, 28),
+    "model.random_tokens": lambda f, folder: len(f(CPU, 32)[3]) == 592,
     "model.count_parameters": lambda f, folder: f(torch.nn.Linear(2, 3)) == 9,
     "data.DataError": lambda f, folder: issubclass(f, ValueError),
     "data.fetch_mnist": lambda f, folder: f(data.SAMPLE) is None,
@@ -408,7 +429,7 @@ def test_a_network_of_torchvision_is_quantized():
 
 
 @pytest.mark.parametrize("module, words", [
-    ("data", ["torch.uint8 (4000, 1, 28, 28)", "@@@"]), ("model", ["421,642", "(2, 64, 14, 14)"]), ("utils", ["cosine", "###"]),
+    ("data", ["torch.uint8 (4000, 1, 28, 28)", "@@@"]), ("model", ["421,642", "(128, 64, 14, 14)"]), ("utils", ["cosine", "###"]),
 ])
 def test_each_module_shows_itself(module, words, tmp_path):
     status, out, err = run_program(cwd=tmp_path, script=ROOT / f"{module}.py")

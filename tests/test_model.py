@@ -108,7 +108,7 @@ def imported():
     return names
 
 
-@pytest.mark.parametrize("name", [name for name in OBJECTS if f"model.{name}" in RUNS and name != "print_shape"])
+@pytest.mark.parametrize("name", [name for name in OBJECTS if f"model.{name}" in RUNS])
 def test_needs_names_imports_and_helpers_and_no_more(name):
     node = OBJECTS[name]
     used = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)} & (imported() | OBJECTS.keys())
