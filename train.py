@@ -310,6 +310,8 @@ def backward_window(model, window, count, scaler, args, device, teacher=None):
         if position < len(window) - 1 and hasattr(model, "no_sync"):
             sync_context = model.no_sync()  # the all-reduce comes with the last batch
         with sync_context:
+            # The forward pass alone: each operation of the backward pass takes the dtype of its
+            # forward one, and the loss is computed in float32.
             with utils.autocast(device, args.amp):
                 outputs = model(inputs)
             if real < count_samples(targets):
@@ -320,6 +322,7 @@ def backward_window(model, window, count, scaler, args, device, teacher=None):
                     teacher_logits = teacher(teacher_inputs)[:real]
                 loss = loss + utils.distillation(outputs.float(), teacher_logits.float())
             scaler.scale(loss / count).backward()
+        # detach: a sum of losses would hold on to the graphs of all batches, activations included.
         for name, value in {"loss": loss, **metrics}.items():
             sums[name] = sums.get(name, 0) + value.detach()
     return sums
@@ -475,6 +478,7 @@ def train_one_epoch(
     progress_line, record, samples_of_ranks, training_mode; UserError, lr_at and to_device of utils;
     math, sys, time, torch.
     """
+    # Whoever copies this function begins with an empty dict, and keeps it from epoch to epoch.
     for key, value in new_state().items():
         state.setdefault(key, value)
     training_mode(model)
@@ -496,6 +500,8 @@ def train_one_epoch(
         count, mean_count = samples_of_ranks(window, last, state["epoch"])
         seen += count
 
+        # None and not 0: nothing is filled with zeros, and a parameter without a gradient is left
+        # alone by the optimizer, also by its weight decay.
         optimizer.zero_grad(set_to_none=True)
         sums = backward_window(model, window, mean_count, scaler, args, device, teacher)
         factor = utils.lr_at(
@@ -505,6 +511,7 @@ def train_one_epoch(
         state["batch"] += len(window)
         record(state, sums, count, norm, taken, scaler)
 
+        # The only place in the loop that waits for the device, and only when a line is due.
         now = time.perf_counter()
         if now - printed > (0.2 if sys.stdout.isatty() else 5.0):
             printed = now
@@ -663,6 +670,7 @@ def evaluate(model, loader, device, amp="off", classes=0):
     samples = sum(count for count, _ in ranks)
     if not samples:
         raise utils.UserError("nothing to evaluate: the loader has no sample")
+    # A rank without samples has no names.
     names = list(dict.fromkeys(name for _, each in ranks for name in each))
     result = {name: sum(each.get(name, 0.0) for _, each in ranks) / samples for name in names}
     if not math.isfinite(result["loss"]):
@@ -858,6 +866,7 @@ def parse_args(argv=None, stored=None):
     args = parser.parse_args(argv)
     args.given = given
 
+    # These defaults depend on another argument, so argparse cannot know them.
     for name, value in NETWORKS[args.model]["defaults"].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -1014,6 +1023,7 @@ def evaluation_loader(dataset, collate, device):
     Needs: make_loader of data, rank_and_world_size of utils.
     """
     rank, world_size = utils.rank_and_world_size()
+    # Ranks may have one sample more or less: without a backward pass nobody waits for the other.
     indices = range(rank, len(dataset), world_size)
     return data.make_loader(
         dataset, batch_size=500, sampler=indices, pin_memory=device.type == "cuda", collate=collate
@@ -1065,6 +1075,7 @@ def load_teacher(args, about, device):
     theirs = trained_on(checkpoint, args.teacher)
     check_same_kind(args.teacher, theirs, about)
     teacher_args = parse_args([], checkpoint.get("args"))
+    # Built with the arguments that it was trained with: its width and kind may differ from ours.
     teacher = build_model(teacher_args, about)
     utils.load_weights(teacher, networks.unpack_weights(checkpoint["model"]), args.teacher)
     teacher = prepare(teacher.requires_grad_(False).eval(), args, device, silent)
@@ -1120,6 +1131,7 @@ def prepare(model, args, device, log):
         log("--sync-bn: there are no GPUs here, batch norm stays as it is")
     elif args.sync_bn:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    # Compiled at the first call, which takes a minute: it pays off in long runs on a GPU.
     if args.compile:
         model.compile()  # in place: torch.compile(model) would put _orig_mod. before every key
     return model
@@ -1216,6 +1228,7 @@ def resume_run(checkpoint, args, state, model, optimizer, scaler, device, log):
     Needs: rescale_place, stored_arguments; lr_at, rank_and_world_size and restore of utils; torch.
     """
     rank, world_size = utils.rank_and_world_size()
+    # Both are taken now, because restore overwrites them with the checkpoint's.
     total = state["total_steps"]
     asked = [dict(group, params=None) for group in optimizer.param_groups]
     utils.restore(checkpoint, model, optimizer, scaler, state, device, log, args.resume)
@@ -1261,6 +1274,7 @@ def rescale_place(state, batch_before, batch_now, accum_before, accum_now):
     Batches of all ranks together were of 256 samples and are of 64: after 10 of them the run goes
     on with the 41st. Needs: math.
     """
+    # Rounded up: a few samples may be left out of this epoch, but none is trained on twice.
     samples = state["batch"] * batch_before
     state["batch"] = math.ceil(samples / batch_now)
     samples = state["step"] * batch_before * accum_before
@@ -1280,6 +1294,7 @@ def choose_folder(args, about, state):
     """
     best = None
     if args.resume:
+        # Where the checkpoint lies, and not what its arguments say: it may have been moved.
         folder = Path(args.resume).parent
         if state["best"]:
             best = utils.load_checkpoint(folder / "best.pt")
@@ -1494,10 +1509,11 @@ def validate(state, model, val_loader, device, amp):
     else:
         for name in [name for name in row if name.startswith("train_")]:
             row[name.replace("train_", "val_", 1)] = None
+    # The test result of an earlier end of the run is no longer that of its best weights.
+    state["test"] = None
     state["drops"], state["stale"] = utils.drop_on_plateau(state["drops"], state["stale"], better)
     state["metrics"].append(row)
     state["row"] = None
-    state["test"] = None
     if better:
         state["best"] = row
     return better
@@ -1712,6 +1728,7 @@ def save_mistakes(path, model, dataset, collate, device, amp, log, count=32):
     """
     probabilities = answers(model, dataset, collate, device, amp)  # (N, K)
     certainty, predicted = probabilities.max(1)
+    # Sorted by the probability of the wrong answer: 0.99 is a mistake of another kind than 0.51.
     wrong = (predicted != dataset.labels).nonzero().flatten()
     worst = wrong[certainty[wrong].argsort(descending=True, stable=True)][:count]
     if not len(worst):
@@ -1767,6 +1784,7 @@ def predict(args, checkpoint, device, log):
     utils.load_weights(model, checkpoint["model"], path)
     model = prepare(model, args, device, silent)
     collate = NETWORKS[args.model]["collate"](args, about)
+    # One bad picture does not spoil the answers for the others: its reason stands in its line.
     read = partial(data.read_picture, shape=about["shape"])
     if about["name"] in ("MNIST", "sample") and not args.raw_images:
         read = data.read_digit
@@ -1814,6 +1832,7 @@ def export_checkpoint(args, checkpoint, log):
     networks, Path.
     """
     about = trained_on(checkpoint, args.export)
+    # A network that was trained with quantized weights has its number of bits among its arguments.
     args.quant_bits = args.quant_bits or 8
     model = build_model(args, about)
     utils.load_weights(model, checkpoint["model"], args.export)
@@ -1848,8 +1867,10 @@ def main(argv=None):
         if path:
             checkpoint = utils.load_checkpoint(path)
             checkpoint["model"] = networks.unpack_weights(checkpoint["model"])
+            # --init takes weights into a run of its own; all others go on with the same arguments.
             if not args.init:
                 args = parse_args(argv, checkpoint.get("args"))
+        # First the device, then the ranks: each needs a GPU of its own.
         device = utils.pick_device(args.device)
         rank, world_size, device = utils.init_distributed(device)
         log = utils.show if rank == 0 else silent
