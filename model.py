@@ -1185,7 +1185,9 @@ def layer_table(model, inputs, loss=torch.sum):
             result = loss(model(inputs))
         trace.phase = "backward"
         result.backward()
-    trace.owners.clear()  # the graph and its hooks hold each other: here that ends
+    # The graph and its hooks hold each other where Python's garbage collector does not see it, and
+    # would keep the copy for good.
+    trace.owners.clear()
     never_called = []
     for row in trace.rows.values():
         if row not in trace.called and row["parameters"]:

@@ -1,8 +1,10 @@
 """Looking inside of model.py: FLOPs as torch counts them, bytes by hand, and memory as the allocator has it."""
 
 import copy
+import gc
 import json
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -198,26 +200,50 @@ def test_shared_idle_and_frozen_layers():
 
 
 class Halves(nn.Module):
-    """Checkpoints a part of itself that is no layer, and takes keywords."""
+    """Checkpoints a part of itself that is no layer and of which the last result is not used; calls a layer by keyword."""
 
     def __init__(self):
         super().__init__()
         self.a = nn.Linear(4, 4)
         self.b = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
 
-    def half(self, x):
-        return self.b(self.a(input=x).tanh())
+    def halves(self, x):
+        return self.a(x), self.b(x)
 
     def forward(self, x):
-        return checkpoint(self.half, self.a(x), use_reentrant=False) @ x.T
+        y, _ = checkpoint(self.halves, self.a(x), use_reentrant=False)
+        return self.b(input=y @ x.T @ x) * self.scale
 
 
 def test_the_backward_pass_is_dealt_to_layers_where_a_part_is_checkpointed():
     rows = by_name(layer_table(Halves(), torch.ones(5, 4)))
     product = 2 * 5 * 16
-    assert (rows["a"]["forward"], rows["a"]["backward"]) == (2 * product, (1 + 2 + 1) * product)
-    assert (rows["b"]["forward"], rows["b"]["backward"]) == (product, 2 * product)
-    assert (rows[""]["forward"], rows[""]["backward"]) == (2 * 5 * 4 * 5, 2 * 5 * 4 * 5)
+    assert (rows["a"]["forward"], rows["a"]["backward"]) == (2 * product, (1 + 2 + 1) * product)  # the third: once more
+    assert (rows["b"]["forward"], rows["b"]["backward"]) == (2 * product, 2 * product)  # the second forward ends before b
+    products = 2 * 2 * 5 * 4 * 5
+    assert (rows[""]["forward"], rows[""]["backward"]) == (products, products)
+    # a: the batch. The network: the input of the checkpointed part. b: its input. scale is not counted.
+    assert [rows[name]["kept"] for name in ("a", "", "b")] == 3 * [5 * 4 * 4]
+
+
+def test_nothing_of_the_copies_is_left_behind():
+    """The graph and its hooks hold each other in a way that Python's collector cannot see."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters())
+    alive = WeakSet()
+
+    class Noting(nn.Linear):
+        def __deepcopy__(self, memo):
+            alive.add(made := nn.Linear(3, 1))
+            return made
+
+    model[2].__class__ = Noting
+    layer_table(model, torch.ones(2, 3))
+    memory_report(model, torch.ones(2, 3), optimizer)
+    measured_peak(model, torch.ones(2, 3), optimizer)
+    gc.collect()
+    assert not alive
 
 
 @pytest.mark.parametrize("name", ["cnn, batch norm", "attention, 4 bits"])
