@@ -28,7 +28,7 @@ import signal
 import sys
 import traceback
 import zipfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -553,8 +553,8 @@ def write_atomically(path, write):
                                     |       '- atomic within one file system: hence the same folder
                                     '- else a power cut can leave an empty file under the new name
 
-    UserError with the path if the disk is full or the folder cannot be written to. Needs:
-    UserError, os, Path.
+    UserError with the path if the disk is full or the folder cannot be written to; nothing is left
+    then. Needs: UserError, os, suppress, Path.
     """
     path = Path(path)
     scratch = path.with_name(f".{path.name}.tmp")
@@ -565,6 +565,8 @@ def write_atomically(path, write):
             os.fsync(file.fileno())
         os.replace(scratch, path)
     except OSError as error:
+        with suppress(OSError):  # there may be no scratch file, nor a folder
+            scratch.unlink()
         raise UserError(f"cannot write {path}: {error}") from error
 
 
