@@ -14,7 +14,7 @@ Sections, in this order:
     3  tensors to samples      Digits, augment
     4  samples to batches      normalize, collate_images, _packed, _tokens and _padded
     5  order and loader        EpochSampler, make_loader, seed_worker
-    -  extras, for a few       a transform that draws, the download, a stream from disk, pictures
+    -  extras, for a few       export, a transform that draws, the download, a stream, pictures
 
 This file knows nothing of models, devices or training. The one place that a fork with its own
 pictures changes is load_dataset.
@@ -918,6 +918,42 @@ def outlive_a_stop(seconds=10):
 # =============================================================================================
 # Extras: what follows is for a few, and nothing above needs it to be understood.
 # =============================================================================================
+
+# --------------------------------------------------------------- tokens for an exported network
+
+
+def collate_masked(batch, mean, std, blank=False):
+    """Makes a token of each patch, and a mask that says which of them are not blank.
+
+    collate_tokens moves the tokens of an image to the front, and pads to the longest image. How
+    many there are depends on the pixels, so its shapes do, too. An exported network is a list of
+    operations whose shapes are settled before there is a pixel. So nothing moves here: a blank
+    patch stays where it is, as padding. An image of 2 x 2 patches with ink on two of them:
+
+        patches     collate_tokens              collate_masked
+
+          .  a      tokens     a  b             tokens     .  a  .  b
+          .  b      positions  1  3             positions  0  1  2  3
+                    mask       1  1             mask       .  1  .  1
+
+    To attention tokens are a set and padding does not exist, so the answers are the same, but for
+    rounding. The price is the work: 49 tokens for each digit, where 18.5 are not blank on average.
+
+    batch, mean, std, blank  as in collate_packed; the labels may be None
+    returns    (tokens float (B, P, C * 16), positions int64 (B, P), mask bool (B, P)), labels
+    raises     DataError, see cut_patches
+
+    Needs: torch; cut_patches, normalize.
+    """
+    images, labels = batch
+    patches = cut_patches(images)  # (B, P, C, 4, 4)
+    mask = (patches != 0).flatten(2).any(2)  # (B, P)
+    if blank:
+        mask = torch.ones_like(mask)
+    tokens = normalize(patches, mean, std).flatten(2)  # (B, P, C * 16)
+    positions = torch.arange(patches.shape[1], device=images.device)  # (P,)
+    return (tokens, positions.expand(mask.shape), mask), labels
+
 
 # ---------------------------------------------------------------------- a transform that draws
 

@@ -5,6 +5,7 @@ python train.py --resume runs/mnist-cnn-1/last.pt              go on, from any s
 python train.py --evaluate runs/mnist-cnn-1/best.pt            test loss, accuracy, confusion matrix
 python train.py --predict runs/mnist-cnn-1/best.pt a.png       answers for pictures, or for folders
 python train.py --dry-run                                      a few batches of everything
+python train.py --export runs/mnist-cnn-1/best.pt              a file of --format for other programs
 torchrun --standalone --nproc-per-node 2 train.py --epochs 10  several processes, the same flags
 
 A run leaves a folder under runs/: best.pt and last.pt (weights and state), metrics.csv (one row per
@@ -129,9 +130,20 @@ def collate_for_attention(args, about):
     )
 
 
+def collate_for_exported_attention(args, about):
+    """The same tokens without a shape that depends on pixels: what --export makes part of a file.
+
+    Needs: collate_masked of data, partial.
+    """
+    return partial(
+        data.collate_masked, mean=about["mean"], std=about["std"], blank=args.tokens == "all"
+    )
+
+
 # By the name that --model takes: how the network is built, what feeds it, the defaults of its
-# arguments, and, if there are any, the flags that have a meaning for it alone. The two functions
-# take (args, about). A third network is a third entry.
+# arguments, and, if there are any, the flags that have a meaning for it alone. The functions take
+# (args, about). A third network is a third entry. Where what feeds it looks at values, there is
+# another function for --export, which cannot.
 NETWORKS = {
     "cnn": {
         "build": build_cnn,
@@ -142,6 +154,7 @@ NETWORKS = {
     "attention": {
         "build": build_attention,
         "collate": collate_for_attention,
+        "export": collate_for_exported_attention,
         "defaults": {"width": 64, "dropout": 0.0},
         "flags": ("tokens", "attention_kernel", "grad_checkpoint", "pictures"),
     },
@@ -689,8 +702,8 @@ def evaluate(model, loader, device, amp="off", classes=0):
 # are not kept: they belong to one start of the program. A checkpoint may come from a stranger, and
 # must not say what is written where.
 ONCE = (
-    "device", "out", "dry_run", "resume", "init", "force", "evaluate", "export", "predict",
-    "pictures", "split", "raw_images", "json",
+    "device", "out", "dry_run", "resume", "init", "force", "evaluate", "export", "format",
+    "predict", "pictures", "split", "raw_images", "json",
 )
 
 
@@ -699,7 +712,7 @@ def build_parser():
 
     Each type checks its range, so that --dropout 25 ends here, with a line, and not in an epoch of
     nonsense. Abbreviations are off: --epoch would be taken for --epochs today, and be an error on
-    the day on which another flag begins so. Needs: NETWORKS, number of utils, argparse.
+    the day on which another flag begins so. Needs: NETWORKS, EXPORTS and number of utils, argparse.
     """
     parser = argparse.ArgumentParser(
         usage="python train.py [flags]",
@@ -816,8 +829,9 @@ def build_parser():
         help="freeze parameters whose names start with NAME, such as conv (default none)")
     add("--teacher", metavar="CKPT",
         help="learn from the answers of this network, too (default none)")
-    add("--format", default="int8", choices=("int8",),
-        help="int8 (default): integers of --quant-bits, else 8")
+    add("--format", default="int8", choices=("int8", *utils.EXPORTS),
+        help="--export: int8 (default), weights as integers of --quant-bits, else 8; or a file "
+        "that answers without this code: export (of torch), onnx, torchscript (retired)")
     add("--force", **switch, help="--init although less than half of the weights fit (default off)")
     add = group.add_mutually_exclusive_group().add_argument
     add("--resume", metavar="CKPT",
@@ -825,7 +839,7 @@ def build_parser():
     add("--init", metavar="CKPT",
         help="begin with the weights of this checkpoint that fit (default none)")
     add("--export", metavar="CKPT",
-        help="do not train; write its weights in --format, beside it (default none)")
+        help="do not train; write it in --format, beside it (default none)")
     add("--evaluate", metavar="CKPT",
         help="do not train; evaluate this checkpoint on --split (default none)")
     add("--predict", metavar=("CKPT", "PICTURE"), nargs="+",
@@ -912,6 +926,8 @@ def without_effect(args):
         lines.append("--sync-bn: has no effect without --norm batch")
     if "pictures" in args.given and args.model == "attention" and not args.evaluate:
         lines.append("--pictures: has no effect without --evaluate")
+    if "format" in args.given and not args.export:
+        lines.append("--format: has no effect without --export")
     if "force" in args.given and not args.init:
         lines.append("--force: has no effect without --init")
     if args.evaluate or args.export or args.predict:
@@ -1822,20 +1838,63 @@ def answer_in_words(file, probabilities, classes, as_json):
 
 
 def export_checkpoint(args, checkpoint, log):
-    """The verb of --export: the weights as integers of few bits in a file beside the checkpoint. It
-    reads no images.
+    """The verb of --export: a file for other programs beside the checkpoint. It reads no data set.
 
-    A weight of 8 bits takes a quarter of the room of a float32. What is written is again a
-    checkpoint, which --evaluate and --init read: it has the same arguments and the same `about`.
+    What is exported takes pictures as they come, and answers with logits (see section 7 of utils).
+    Two things differ from the network that was trained. Weights of few bits are rounded once, and
+    stored as the floats that they stand for. And attention gets all patches with a mask, for an
+    exported graph cannot have a shape that depends on pixels. So the file has to show that it
+    answers as the network in training does, with the collate function of training. Only then it is
+    written; a failure before that leaves nothing behind.
 
-    Needs: build_model, stored_arguments, trained_on; load_weights and save_checkpoint of utils;
-    networks, Path.
+    Needs: NETWORKS, export_integers, load_network, pictures_to_check, prepared, trained_on; utils,
+    copy, networks, Path.
     """
     about = trained_on(checkpoint, args.export)
-    # A network that was trained with quantized weights has its number of bits among its arguments.
+    if args.format == "int8":
+        return export_integers(args, checkpoint, about, log)
+    ending, make = utils.EXPORTS[args.format]
+    path = Path(args.export).with_suffix(ending)
+    if path == Path(args.export):
+        raise utils.UserError(f"--export {path}: the file to be written would have the same name")
+    if args.format == "torchscript":
+        log("PyTorch retires TorchScript; torch.export replaces it: --format export")
+    model = load_network(args, about, checkpoint["model"], args.export)
+    as_floats = copy.copy(args)
+    as_floats.quant_bits = 0
+    rounded = networks.unpack_weights(networks.pack_weights(model))
+    exported = load_network(as_floats, about, rounded, args.export)
+
+    network = NETWORKS[args.model]
+    collate = network["collate"](args, about)
+    collate_exported = network.get("export", network["collate"])(args, about)
+    content, answer = make(prepared(exported, collate_exported), about["shape"], about["classes"])
+    images = pictures_to_check(about)
+    difference = utils.check_same_answers(answer, prepared(model, collate), images)
+    utils.write_atomically(path, lambda file: file.write(content))
+    log(
+        f"{path}: {len(content):,} bytes; takes uint8 (B, {', '.join(map(str, about['shape']))}); "
+        f"checked on {len(images)} pictures in batches of 1, 2 and 5: logits differ by at most "
+        f"{difference:.1e}"
+    )
+
+
+def export_integers(args, checkpoint, about, log):
+    """--format int8: the weights as integers of few bits.
+
+    A weight of 8 bits takes a quarter of the room of a float32. What is written is again a
+    checkpoint, which --evaluate and --init read: it has the same arguments and the same `about`. It
+    buys a small file, no faster answers: the integers become floats when they are read. The price
+    is rounding. How far the logits move is measured, against the network as it was trained, and
+    said. Needs: NETWORKS, load_network, pictures_to_check, prepared, stored_arguments;
+    largest_difference and save_checkpoint of utils; copy, networks, Path.
+    """
+    before = copy.copy(args)
+    if "quant_bits" in args.given:  # not what the training knew: that computed with floats
+        before.quant_bits = 0
     args.quant_bits = args.quant_bits or 8
-    model = build_model(args, about)
-    utils.load_weights(model, checkpoint["model"], args.export)
+    model = load_network(args, about, checkpoint["model"], args.export)
+    as_trained = load_network(before, about, checkpoint["model"], args.export)
     path = Path(args.export).with_suffix(f".int{args.quant_bits}.pt")
     # Weights that are rounded once need no rounding when they are read.
     arguments = {**stored_arguments(args), "quant_bits": 0}
@@ -1845,10 +1904,67 @@ def export_checkpoint(args, checkpoint, log):
         "data": about,
         "classes": about["classes"],
     }
+    collate = NETWORKS[args.model]["collate"](args, about)
+    difference, largest = utils.largest_difference(
+        prepared(model, collate), prepared(as_trained, collate), pictures_to_check(about)
+    )
     utils.save_checkpoint(path, packed)
     size = path.stat().st_size
     full = 4 * networks.count_parameters(model)
-    log(f"{path}: {size:,} bytes, {size / full:.3f} of its weights in float32")
+    log(
+        f"{path}: {size:,} bytes, {size / full:.3f} of its weights in float32; logits, of up to "
+        f"{largest:.1f}, differ from those as trained by at most {difference:.1e}"
+    )
+
+
+def load_network(args, about, weights, path):
+    """The network of the arguments with the weights of the checkpoint `path`, in evaluation mode.
+
+    Needs: build_model; load_weights of utils.
+    """
+    model = build_model(args, about)
+    utils.load_weights(model, weights, path)
+    return model.eval()
+
+
+def prepared(model, collate):
+    """A network with its collate function before it: pictures uint8 (B, C, H, W) in, logits out.
+
+    Needs: inputs_of; WithPreparation of utils, partial.
+    """
+    return utils.WithPreparation(model, partial(inputs_of, collate=collate)).eval()
+
+
+def inputs_of(images, collate):
+    """What a collate function makes of pictures float (B, C, H, W) in 0..1 that have no labels.
+
+    Needs: split_batch.
+    """
+    inputs, _ = split_batch(collate((images, None)))
+    return inputs
+
+
+def pictures_to_check(about):
+    """Pictures uint8 (n, C, H, W) on which an exported network is compared with its checkpoint.
+
+    Two networks that compute the same do so on any picture. Made ones, more than there are classes,
+    go from noise all over to black: so attention meets every number of tokens, none included. If
+    they fit, one of the sample's digits of each class is added. Needs: SAMPLE and load_mnist of
+    data, torch.
+    """
+    count = max(len(about["classes"]), 5)
+    height = about["shape"][1]
+    generator = torch.Generator().manual_seed(0)
+    shape = (count + 1, *about["shape"])
+    images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+    for index, image in enumerate(images):
+        rows = height * (count - index) // count  # all of them in the first, none in the last
+        image[:, rows:] = 0
+    if about["shape"] == [1, 28, 28]:
+        digits, labels, classes = data.load_mnist(data.SAMPLE, train=False)
+        first = [labels.tolist().index(label) for label in range(len(classes))]
+        images = torch.cat([images, digits[first]])
+    return images
 
 
 def main(argv=None):

@@ -6,6 +6,7 @@
 4. checkpoints               snapshot and restore; save_checkpoint and load_checkpoint
 5. several processes         init_distributed, sums and messages over ranks
 6. extras                    the run's folder and tables, signals, the C library's memory
+7. export                    a network as one file, which answers without this code
 
 This file knows no network and no data set. "Needs" in a docstring lists what to copy along with the
 object: names of this file and modules that it imports. A rank is one of several processes that
@@ -29,8 +30,9 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 import zipfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -618,8 +620,8 @@ def write_atomically(path, write):
                                     |       '- atomic within one file system: hence the same folder
                                     '- else a power cut can leave an empty file under the new name
 
-    UserError with the path if the disk is full or the folder cannot be written to. Needs:
-    UserError, os, Path.
+    UserError with the path if the disk is full or the folder cannot be written to; nothing is left
+    then. Needs: UserError, os, suppress, Path.
     """
     path = Path(path)
     scratch = path.with_name(f".{path.name}.tmp")
@@ -630,6 +632,8 @@ def write_atomically(path, write):
             os.fsync(file.fileno())
         os.replace(scratch, path)
     except OSError as error:
+        with suppress(OSError):  # there may be no scratch file, nor a folder
+            scratch.unlink()
         raise UserError(f"cannot write {path}: {error}") from error
 
 
@@ -967,6 +971,192 @@ def keep_freed_memory():
     if not libc.mallopt(mmap_threshold, 2**30):
         libc.mallopt(mmap_threshold, 2**25)  # all that old versions take
     libc.mallopt(trim_threshold, 2**31 - 1)  # so much may lie free at the end of the heap
+
+
+# ---------------------------------------------------- 7. export: a network for other programs
+#
+# A checkpoint holds weights. Whoever opens it needs the code of the network, and has to know how a
+# picture was prepared, and what class 3 is called. An exported file holds the computation itself:
+#
+#     pictures uint8 (B, C, H, W) -> float -> / 255 -> normalize -> network -> logits (B, K)
+#
+# and the names of the classes. It is recorded from a network in evaluation mode, for what is
+# recorded is done for ever: from one in training mode dropout would go on to drop units. The
+# functions as_... return (the bytes of a file, a function that answers as this file will), so that
+# an answer is compared before there is a file.
+
+
+class WithPreparation(torch.nn.Module):
+    """A network together with what is done to pictures before it: pictures in, logits out.
+
+    A network has learnt from normalized pictures. Another program would have to normalize them in
+    the same way; if it forgets to, there is no error, only worse answers:
+
+        a white pixel     in training    (255 / 255 - 0.1307) / 0.3081 = 2.82
+                          forgotten      255, or 1
+
+    So the preparation becomes a part of the network. It takes bytes, as they come out of a file: of
+    a float nobody could tell whether 1 is white, or nearly black.
+
+    network   any module
+    prepare   a function: pictures float (B, C, H, W) in 0..1 -> what the network takes
+    images uint8 (B, C, H, W) -> logits (B, K). Needs: torch.
+    """
+
+    def __init__(self, network, prepare):
+        super().__init__()
+        self.network = network
+        self.prepare = prepare
+
+    def forward(self, images):
+        return self.network(self.prepare(images.float() / 255))
+
+
+def record_graph(model, shape):
+    """The torch.export.ExportedProgram of a model that takes images uint8 (B, C, H, W), for any B.
+
+    torch.export calls the model once with a tensor that has a shape and no values, and writes down
+    each operation on it:
+
+        images  uint8 (B, 1, 28, 28)             sub, div          by mean and standard deviation
+        to      float (B, 1, 28, 28)             conv2d, ...       with the weights
+        div     by 255                           linear            (B, 10): the answer
+
+    Python itself is not recorded. An `if` that asks for a shape is answered once; one that asks for
+    a value is an error, for there is none. Sizes are numbers: a graph recorded with two pictures
+    would take two pictures for ever. So we name the first dimension as one that varies. Even so the
+    example must not be a single picture, because a size of 1 is special (it broadcasts): torch
+    would settle it as the constant 1, and complain that it was to vary.
+
+    shape  (C, H, W). The model is in evaluation mode, and the graph cannot leave it. It computes
+    on the CPU. Needs: torch.
+    """
+    example = torch.zeros(2, *shape, dtype=torch.uint8)
+    batch = torch.export.Dim("batch")
+    return torch.export.export(model, (example,), dynamic_shapes=({0: batch},), strict=False)
+
+
+def as_export(model, shape, classes):
+    """A .pt2 file, which torch.export.load reads; the class names are beside the graph, as JSON.
+
+    Another version of torch need not be able to read it. What lasts are the weights of the
+    checkpoint, so keep that. Needs: record_graph, io, json, torch.
+    """
+    names = {"classes.json": json.dumps(classes)}
+    content = io.BytesIO()
+    torch.export.save(record_graph(model, shape), content, extra_files=names)
+    content.seek(0)
+    return content.getvalue(), torch.export.load(content).module()
+
+
+def as_onnx(model, shape, classes):
+    """An .onnx file: the same graph in a format that many programs run, without PyTorch.
+
+    The class names are in its metadata, as JSON. Here its answers are computed by the slow and
+    plain evaluator that comes with onnx; a user has onnxruntime or a program of another language.
+    UserError if the packages are not there, as they are needed for nothing else. Needs: UserError,
+    record_graph, json, torch.
+    """
+    try:
+        import onnx.reference
+        import onnxscript  # noqa: F401  torch.onnx.export needs it
+    except ImportError as error:
+        raise UserError(
+            "--format onnx: needs the packages onnx and onnxscript "
+            f"(pip install onnx onnxscript): {error}"
+        ) from None
+    program = torch.onnx.export(
+        record_graph(model, shape),
+        input_names=["images"],
+        output_names=["logits"],
+        dynamo=True,
+        verbose=False,
+    )
+    program.model.metadata_props["classes"] = json.dumps(classes)
+    evaluator = onnx.reference.ReferenceEvaluator(program.model_proto)
+
+    def answer(images):
+        (logits,) = evaluator.run(None, {"images": images.numpy()})
+        return torch.from_numpy(logits)
+
+    return program.model_proto.SerializeToString(), answer
+
+
+class CheckedPictures(torch.nn.Module):
+    """What as_torchscript wraps a recorded network in: the check that recording has lost.
+
+    Floats of 0..1 would pass the recorded operations without an error, and be nearly black. This
+    class is compiled from its source (torch.jit.script), `if` and `raise` included. Needs: torch.
+    """
+
+    def __init__(self, recorded, shape, classes):
+        super().__init__()
+        self.recorded = recorded
+        self.shape = shape
+        self.classes = classes
+
+    def forward(self, images):
+        if images.dtype != torch.uint8 or list(images.shape[1:]) != self.shape:
+            raise ValueError("pictures uint8 (B, C, H, W) expected, of the size of the training's")
+        return self.recorded(images)
+
+
+def as_torchscript(model, shape, classes):
+    """A TorchScript file, which torch.jit.load and C++ read; its attribute `classes` has the names.
+
+    torch.jit.trace records, too, but from a real example, and asks no questions: an `if` on a value
+    takes the example's way for ever, and a size that Python has calculated with is a constant.
+    Nothing says so but a warning, and it warns of harmless checks as well. So only a comparison
+    with other pictures and other batch sizes shows whether the record is right. PyTorch retires
+    TorchScript. Needs: CheckedPictures, io, warnings, torch.
+    """
+    example = torch.zeros(2, *shape, dtype=torch.uint8)
+    content = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recorded = torch.jit.trace(model, example)
+        checked = CheckedPictures(recorded, list(shape), list(classes))
+        torch.jit.save(torch.jit.script(checked), content)
+        content.seek(0)
+        return content.getvalue(), torch.jit.load(content)
+
+
+# By the name that --format takes: the end of the file's name, and the function that makes it.
+EXPORTS = {
+    "export": (".pt2", as_export),
+    "onnx": (".onnx", as_onnx),
+    "torchscript": (".torchscript.pt", as_torchscript),
+}
+
+
+@torch.no_grad()
+def largest_difference(answer, reference, images):
+    """How far two functions of pictures are apart, over batches of 1, 2 and 5 of these images.
+
+    Returns (the largest |answer - reference|, the largest |reference|). Needs: torch.
+    """
+    differences = []
+    logits = []
+    for batch in (images[:1], images[:2], *images.split(5)):
+        expected = reference(batch)
+        differences.append((answer(batch) - expected).abs().max())
+        logits.append(expected.abs().max())
+    return torch.stack(differences).max().item(), torch.stack(logits).max().item()
+
+
+def check_same_answers(answer, reference, images):
+    """The largest difference of a logit, if it is one of rounding: some 1e-6 of the largest logit.
+
+    UserError from 1e-4 of it on, and for NaN. Needs: UserError, largest_difference.
+    """
+    difference, largest = largest_difference(answer, reference, images)
+    bound = 1e-4 * max(1.0, largest)
+    if not difference <= bound:  # so that NaN is an error, too
+        raise UserError(
+            f"what was exported differs from the checkpoint's network by {difference:.1e}, and "
+            f"rounding explains {bound:.1e} at most; nothing is written"
+        )
+    return difference
 
 
 if __name__ == "__main__":

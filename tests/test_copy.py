@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib.util
 import inspect
 import os
 import random
@@ -27,6 +28,7 @@ tokens = data.collate_tokens(batch, **NORM)[0]
 collate = functools.partial(data.collate_images, **NORM)
 about = {"name": "MNIST", "items": "digits", "classes": few[2], "shape": [1, 28, 28], **NORM}
 args = train.parse_args(["--width", "4", "--amp", "off"])
+BYTES = torch.zeros(4, 1, 28, 28, dtype=torch.uint8)
 OFF = torch.amp.GradScaler("cpu", enabled=False)
 GATES = torch.tensor([[True, False, True], [True, True, False]])
 
@@ -145,6 +147,7 @@ RUNS = {
     "data.collate_default": lambda f, folder: f([1, 2]).tolist() == [1, 2] and f(batch) is batch,
     "data.collate_padded": lambda f, folder: f([torch.ones(3), torch.ones(1)])[0].shape == (2, 3),
     "data.collate_tokens": lambda f, folder: f(batch, **NORM)[0][0].shape == (4, 49, 16),
+    "data.collate_masked": lambda f, folder: f(batch, **NORM)[0][0].shape == (4, 49, 16),
     "data.collate_packed": lambda f, folder: f(batch, **NORM)[0][0].shape == (4 * 49, 16),
     "data.padding_of_rank": lambda f, folder: [f(7, 3, rank) for rank in range(3)] == [0, 1, 1],
     "data.EpochSampler": lambda f, folder: len(list(f(20))) == len(list(f(20, labels=few[1]))) == 20,
@@ -198,6 +201,14 @@ RUNS = {
     "utils.restore": restore_it,
     "utils.load_matching": lambda f, folder: len(f(model.SimpleCNN(2), model.SimpleCNN(2).state_dict())[0]) == 8,
     "utils.confusion_table": lambda f, folder: f(torch.eye(2, dtype=torch.int64), ["cat", "dog"]).count("100.0%") == 2,
+    "utils.WithPreparation": lambda f, folder: f(torch.nn.Flatten(), torch.neg)(BYTES).shape == (4, 784),
+    "utils.CheckedPictures": lambda f, folder: f(torch.nn.Flatten(), [1, 28, 28], ["a"])(BYTES).shape == (4, 784),
+    "utils.record_graph": lambda f, folder: f(torch.nn.Flatten(), [1, 28, 28]).module()(BYTES).shape == (4, 784),
+    "utils.as_export": lambda f, folder: exports(f),
+    "utils.as_torchscript": lambda f, folder: exports(f),
+    "utils.as_onnx": lambda f, folder: importlib.util.find_spec("onnxscript") is None or exports(f),
+    "utils.largest_difference": lambda f, folder: f(torch.neg, torch.abs, torch.ones(6)) == (2, 1),
+    "utils.check_same_answers": lambda f, folder: f(torch.abs, torch.abs, torch.ones(6)) == 0,
     "train.parse_args": lambda f, folder: f(["--epochs", "3"]).epochs == 3,
     "utils.build_optimizer": lambda f, folder: len(f(model.SimpleCNN(2), SimpleNamespace(lr=1, weight_decay=0)).param_groups) == 2,
     "train.build_cnn": lambda f, folder: f(args, about)(batch[0]).shape == (4, 10),
@@ -205,6 +216,13 @@ RUNS = {
     "train.build_model": lambda f, folder: f(args, about)(batch[0]).shape == (4, 10),
     "train.collate_for_cnn": lambda f, folder: f(args, about)(batch)[1] is batch[1],
     "train.collate_for_attention": lambda f, folder: f(args, about)(batch)[1] is batch[1],
+    "train.collate_for_exported_attention": lambda f, folder: f(args, about)(batch)[1] is batch[1],
+    "train.export_checkpoint": lambda f, folder: exports_file(lambda *a: f(*a[:2], a[3]), folder, "export", "a.pt2"),
+    "train.export_integers": lambda f, folder: exports_file(f, folder, "int8", "a.int8.pt"),
+    "train.load_network": lambda f, folder: f(args, about, model.SimpleCNN(4).state_dict(), "a.pt").training is False,
+    "train.prepared": lambda f, folder: f(model.SimpleCNN(2), collate)(BYTES).shape == (4, 10),
+    "train.inputs_of": lambda f, folder: f(batch[0], collate).shape == (4, 1, 28, 28),
+    "train.pictures_to_check": lambda f, folder: f(about).shape == (21, 1, 28, 28),
     "train.count_samples": lambda f, folder: f(batch[1]) == 4,
     "train.loss_and_metrics": lambda f, folder: f(torch.zeros(4, 10), batch[1])[1] == 4,
     "train.quality": lambda f, folder: f({"val_accuracy": 1, "val_loss": 2}) == (1, -2),
@@ -266,6 +284,18 @@ RUNS = {
     "train.report": lambda f, folder: f({"accuracy": 1, "loss": 0}, about, 1, "x", print) is None,
     "train.show_progress": lambda f, folder: f(lambda line, over: None, 1, 2, about, {"train": 1}, "c") is None,
 }
+
+
+def exports(f):
+    content, answer = f(torch.nn.Flatten(), [1, 28, 28], ["a"])
+    return len(content) > 100 and answer(BYTES).shape == (4, 784)
+
+
+def exports_file(f, folder, kind, name):
+    path = a_file(folder)
+    args = train.parse_args(["--width", "2", "--export", str(path), "--format", kind])
+    f(args, {**utils.load_checkpoint(path), "data": about}, about, print)
+    return (folder / name).is_file()
 
 
 def seed_worker_runs(f):
@@ -404,7 +434,9 @@ def test_lifted_alone_it_runs(module, name, tmp_path):
     pieces = [values[each] for each in values if each in done]
     pieces += [ast.unparse(objects[each]) for each in objects if each in done]  # in the order of the file: base classes first
     pieces.sort(key=lambda piece: piece.startswith("NETWORKS"))  # a table of functions comes after them
-    exec("\n".join(sorted(header)) + "\n" + "\n".join(dict.fromkeys(pieces)), namespace)
+    lifted = tmp_path / "lifted.py"  # torch.jit.script reads the source of what it compiles
+    lifted.write_text("\n".join(sorted(header)) + "\n" + "\n".join(dict.fromkeys(pieces)))
+    exec(compile(lifted.read_text(), lifted, "exec"), namespace)
     assert RUNS[f"{module.__name__}.{name}"](namespace[name], tmp_path)
 
 
