@@ -256,7 +256,7 @@ RUNS = {
     "train.log_confusions": lambda f, folder: f(torch.eye(2, dtype=torch.int64), ["a", "b"], print) is None,
     "train.answers": lambda f, folder: f(model.SimpleCNN(2), data.Digits(*few), collate, CPU).shape == (20, 10),
     "train.save_mistakes": lambda f, folder: f(folder / "a.png", model.SimpleCNN(2), data.Digits(*few), collate, CPU, "off", print) is None,
-    "train.pictures_in": lambda f, folder: f([folder]) == [],
+    "train.pictures_in": lambda f, folder: f([folder / "a.png"]) == [folder / "a.png"],
     "train.answer_in_words": lambda f, folder: f("a.png", torch.tensor([0.9, 0.1]), "ab", False) == "a.png: a (90.0 %), or b (10.0 %)",
     "utils.multiplies_in_bf16": lambda f, folder: f() in (True, False),
     "utils.pick_workers": lambda f, folder: f(None, CPU) == 0,
