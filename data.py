@@ -30,12 +30,16 @@ import math
 import mmap
 import os
 import random
+import re
 import signal
 import socket
+import stat
 import struct
 import sys
 import tempfile
 import threading
+import time
+import warnings
 import zlib
 from contextlib import contextmanager
 from functools import partial
@@ -44,6 +48,7 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
+from PIL import Image, ImageOps
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 from torch.utils.data import default_collate, get_worker_info
 
@@ -1267,7 +1272,861 @@ def save_pictures(path, images, heat=None, captions=None):
     picture.save(path)
 
 
+# -------------------------------------------------------------------------------- own pictures
+
+# What a picture's name ends with: torchvision's ImageFolder knows the first nine.
+PICTURE_ENDINGS = (
+    ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp",
+    ".gif", ".jfif", ".avif", ".jp2", ".pbm", ".tga",
+)
+
+# What systems put into people's folders, in small letters; and all that begins with a dot.
+SYSTEM_NAMES = ("__macosx", "__pycache__", "@eadir", "thumbs.db", "ehthumbs.db", "desktop.ini")
+
+# What the three parts of a folder of pictures may be called.
+PART_NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation"),
+    "test": ("test", "testing"),
+}
+
+
+def pixels_of(image):
+    """Makes a tensor of a PIL image of mode "L" (grey) or "RGB": uint8 (C, H, W).
+
+    Needs: torch.
+    """
+    channels = len(image.getbands())
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    pixels = pixels.view(image.height, image.width, channels)  # PIL has the channels last
+    return pixels.permute(2, 0, 1)
+
+
+def lay_on_background(image):
+    """Puts something behind a PIL image that is transparent: mode "RGB".
+
+    A drawing program saves black strokes, and between them nothing at all. What one sees depends on
+    what lies below, and the usual default, black, gives black strokes on black. So the background
+    is chosen after the drawing, by the mean brightness of what is there:
+
+        dark strokes      mean below 128      on white
+        bright strokes    mean 128 or more    on black
+
+    It is the other way round for a picture that brings its own background, such as a screenshot of
+    a window with transparent corners: more than half of it is opaque, and that half is not of one
+    brightness. There the corners continue what is beside them.
+
+    Needs: Image; pixels_of.
+    """
+    image = image.convert("RGBA")
+    opacity = pixels_of(image.getchannel("A"))[0].float() / 255  # (H, W)
+    if opacity.min() < 1:
+        grey = pixels_of(image.convert("L"))[0].float()  # (H, W), whatever the opacity is
+        mean = (grey * opacity).sum() / opacity.sum().clamp(min=1)
+        variance = ((grey - mean) ** 2 * opacity).sum() / opacity.sum().clamp(min=1)
+        background = 0 if mean >= 128 else 255
+        if opacity.mean() > 0.5 and variance > 32**2:
+            background = 255 - background
+        below = Image.new("RGBA", image.size, (background, background, background, 255))
+        image = Image.alpha_composite(below, image)
+    return image.convert("RGB")
+
+
+def open_picture(path, channels=3, size=None):
+    """Opens a picture with PIL and makes it plain: upright, opaque, grey or RGB, 8 bits a channel.
+
+    What a file holds is not yet what one sees. To take its numbers as they are goes wrong for
+
+        a phone's photo     the pixels lie on their side, and a tag says how to turn them
+        transparency        there is no colour behind the drawing: see lay_on_background
+        a palette           a pixel is the number of a colour: 3 is not darker than 7
+        16 bits             white is 65,535; PIL's own convert makes white of all above 255
+        CMYK                the numbers are amounts of ink: 0 is white
+        1 bit               white is 1
+
+    channels  1 or 3
+    size      an int: a JPEG whose sides are at least twice as long may come smaller, but no side
+              below `size`. Its decoder then leaves out the fine detail, which is several times as
+              fast for a photo. None: every pixel
+    returns   a PIL image of mode "L" or "RGB"
+    raises    DataError that names the file and the reason
+
+    Needs: os, stat, warnings, Image, ImageOps; lay_on_background, DataError.
+    """
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    if stat.S_ISDIR(status.st_mode):
+        raise DataError(f"{path}: is a folder, not a picture")
+    if not stat.S_ISREG(status.st_mode):  # to open a named pipe is to wait, perhaps for ever
+        raise DataError(f"{path}: is no regular file")
+    if status.st_size == 0:
+        raise DataError(f"{path}: is empty (0 bytes)")
+    mode = "L" if channels == 1 else "RGB"
+    try:
+        with warnings.catch_warnings(), Image.open(path) as image:
+            warnings.simplefilter("ignore")  # of tags that PIL does not understand
+            if size is not None:
+                image.draft(mode, (size, size))
+            image.load()
+            try:
+                image = ImageOps.exif_transpose(image)
+            except Exception:
+                pass  # the tag is broken, the pixels are not
+            if image.mode == "F":
+                raise ValueError("pixels of floating point have no known white; save 8 or 16 bits")
+            if image.mode.startswith("I"):
+                image = image.convert("I")
+                if image.getextrema()[1] > 65535:
+                    raise ValueError("pixels of more than 16 bits; save 8 or 16 bits")
+                # 65,535 / 257 is 255, so this table maps all of 16 bits to the nearest of 8.
+                image = image.point([(value + 128) // 257 for value in range(65536)], "L")
+            elif image.has_transparency_data:
+                image = lay_on_background(image)
+            elif image.mode != "L":
+                image = image.convert("RGB")
+            return image.convert(mode)
+    except Image.UnidentifiedImageError:
+        raise DataError(f"{path}: is not a picture of a kind that PIL reads") from None
+    except Exception as error:  # a decoder that meets broken bytes raises whatever it likes
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(f"{path}: cannot be read ({reason})") from None
+
+
+def read_picture(path, shape):
+    """Reads one picture in the size that a network wants.
+
+    All pictures of a batch have one size, and photos do not. There are three ways to get there.
+    To stretch the picture makes a circle an ellipse. To cut off what is too long may cut off what
+    the picture is about: a 7 without its bar is a 1. So the whole picture is made to fit, and the
+    rest is filled with the colour of its outermost pixels, their median:
+
+        a photo of 600 x 800, wanted as 28 x 28
+
+        . . x x x x . .       21 x 28 pixels are the photo,
+        . . x x x x . .       the rest continues its paper, its sky, its black
+        . . x x x x . .
+
+    A picture that has the size already keeps each pixel.
+
+    shape    (C, H, W); C is 1 (grey) or 3 (red, green, blue)
+    returns  uint8 (C, H, W)
+    raises   DataError that names the file and the reason
+
+    Needs: torch, Image; open_picture, pixels_of.
+    """
+    C, H, W = shape
+    image = open_picture(path, C, 2 * max(H, W))
+    scale = min(H / image.height, W / image.width)
+    h = max(1, round(image.height * scale))
+    w = max(1, round(image.width * scale))
+    if (h, w) != (image.height, image.width):
+        # PIL takes the mean over all pixels that become one; without that, thin lines would break.
+        image = image.resize((w, h), Image.Resampling.BILINEAR)
+    pixels = pixels_of(image)  # (C, h, w)
+    frame = torch.cat([pixels[:, 0], pixels[:, -1], pixels[:, :, 0], pixels[:, :, -1]], dim=1)
+    whole = frame.median(1).values.view(C, 1, 1).repeat(1, H, W)  # (C, H, W)
+    top = (H - h) // 2
+    left = (W - w) // 2
+    whole[:, top : top + h, left : left + w] = pixels
+    return whole
+
+
+def looks_grey(path):
+    """Says whether a picture is grey: whether red, green and blue are equal in each of its pixels.
+
+    Up to 8 of 255 they may differ, for a lossy file's colours are not exact.
+
+    Needs: open_picture, pixels_of.
+    """
+    pixels = pixels_of(open_picture(path, 3, 64)).int()  # (3, H, W)
+    return (pixels.amax(0) - pixels.amin(0)).max().item() <= 8
+
+
+def by_number(path):
+    """What to sort paths by, so that 9.png comes before 10.png: "a10.png" -> "a", 10, ".png".
+
+    Needs: re.
+    """
+    pieces = re.split(r"(\d+)", path.name)  # every second one is of digits
+    pieces[1::2] = [int(digits) for digits in pieces[1::2]]
+    return pieces, str(path)
+
+
+def list_pictures(folder):
+    """Lists the pictures in a folder and in all folders below it.
+
+    By name, and numbers in names as numbers: 9.png comes before 10.png. What is a picture, the end
+    of its name tells. What the system has put there (.DS_Store, Thumbs.db, __MACOSX) is passed by.
+    A link is followed, unless it leads back to a folder that we come from or have been in.
+
+    returns  list of paths of pictures, list of paths of other files
+    raises   DataError if a folder cannot be read
+
+    Needs: os, Path; by_number, PICTURE_ENDINGS, SYSTEM_NAMES, DataError.
+    """
+    pictures = []
+    others = []
+    entered = set()  # real paths, without links
+    for way in (os.path.abspath(folder), os.path.realpath(folder)):
+        entered.update(os.path.realpath(parent) for parent in Path(way).parents)
+    waiting = [Path(folder)]
+    try:
+        while waiting:
+            here = waiting.pop()
+            if os.path.realpath(here) in entered:
+                continue
+            entered.add(os.path.realpath(here))
+            for name in os.listdir(here):
+                if name.startswith(".") or name.lower() in SYSTEM_NAMES:
+                    continue
+                if os.path.isdir(here / name):
+                    waiting.append(here / name)
+                elif name.lower().endswith(PICTURE_ENDINGS):
+                    pictures.append(here / name)
+                else:
+                    others.append(here / name)
+    except OSError as error:
+        raise DataError(f"{error.filename or folder}: cannot be read ({error.strerror})") from None
+    return sorted(pictures, key=by_number), others
+
+
+def find_classes(folder):
+    """Finds the classes of a folder of pictures: each of its sub-folders is one.
+
+    They are sorted as numbers if all of them are numbers, so that class "10" of eleven has label 10
+    and not 2; else as text, like torchvision's find_classes.
+
+    returns  dict of class name -> path, in the order of the labels 0 .. K-1
+    raises   DataError if the folder cannot be read, or a name has no characters that one can print
+
+    Needs: os, Path; SYSTEM_NAMES, DataError.
+    """
+    here = Path(os.path.realpath(folder))
+    names = []
+    try:
+        for name in sorted(os.listdir(here)):
+            path = here / name
+            if name.startswith(".") or name.lower() in SYSTEM_NAMES or not os.path.isdir(path):
+                continue
+            if Path(os.path.realpath(path)) in (here, *here.parents):
+                continue  # a link back to where we come from
+            name.encode()
+            names.append(name)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read ({error.strerror})") from None
+    except UnicodeEncodeError:
+        raise DataError(f"{folder}: {os.fsencode(name)} is not UTF-8; rename it") from None
+    try:
+        names.sort(key=float)
+    except ValueError:
+        pass  # not all of them are numbers
+    return {name: Path(folder) / name for name in names}
+
+
+def find_parts(root, log=print):
+    """Finds what is to train on, to validate with and to test with in a folder of pictures.
+
+        root/train/cat/1.jpg     part "train", class "cat"; val and test may be beside train
+        root/cat/1.jpg           no parts: all of it is "train"
+
+    returns  dict with "train", and "val" and "test" if they are there -> path
+    raises   DataError if there are no classes, or others to validate or test with but none to train
+
+    Needs: Path; find_classes, PART_NAMES, DataError.
+    """
+    root = Path(root)
+    folders = find_classes(root)
+    if not folders:
+        raise DataError(
+            f"{root}: no sub-folder in it; a class is a sub-folder of pictures: {root}/cat/1.jpg"
+        )
+    parts = {}
+    for part, names in PART_NAMES.items():
+        for name in names:
+            # A class may be called "train", too. It holds pictures, a part holds classes.
+            if part not in parts and name in folders and find_classes(folders[name]):
+                parts[part] = folders[name]
+    if not parts:
+        return {"train": root}
+    if "train" not in parts:
+        found = ", ".join(str(path) for path in parts.values())
+        raise DataError(f"{root}: {found} without {root}/train; put what to train on there")
+    left_out = [name for name, path in folders.items() if path not in parts.values()]
+    if left_out:
+        log(f"{root}: {', '.join(left_out)} beside {parts['train'].name}: left out")
+    return parts
+
+
+def list_samples(folder, classes, log=print):
+    """Lists the pictures of one part of the data, each with its label, by name and not by class.
+
+    By class, the first hundred pictures would all be cats. By name, those that somebody numbered
+    through before they went into their folders are in their first order again.
+
+    classes  list of K names: those to train on
+    returns  list of (path, label)
+    raises   DataError for a class that is not one of them: it would have no label
+
+    Needs: by_number, find_classes, list_pictures, DataError.
+    """
+    samples = []
+    others = []
+    for name, path in find_classes(folder).items():
+        if name not in classes:
+            raise DataError(f"{path}: a class that is not among those to train on")
+        pictures, no_pictures = list_pictures(path)
+        others.extend(no_pictures)
+        for picture in pictures:
+            samples.append((picture, classes.index(name)))
+    if others:
+        log(f"left out: {len(others):,} files whose names are not those of pictures: {others[0]} ...")
+    samples.sort(key=lambda sample: by_number(sample[0]))
+    return samples
+
+
+def keep_tenth(samples, seed):
+    """Keeps a tenth of each class for the test: at least one picture, if the class has two.
+
+    Which ones depends on their names: name and seed are mixed to a number, and those with the
+    smallest numbers are kept. Whoever adds a few pictures to a thousand finds almost the same ones
+    in the test, which a shuffled list would not give.
+
+    samples  list of (path, label)
+    returns  the list to train on, the list to test with, both in the order of `samples`
+
+    Needs: zlib; mix.
+    """
+    by_label = {}
+    for path, label in samples:
+        number = mix(seed, zlib.crc32(path.name.encode("utf-8", "replace")))
+        by_label.setdefault(label, []).append((number, path))
+    kept = set()
+    for ranked in by_label.values():
+        if len(ranked) > 1:
+            count = max(1, round(len(ranked) / 10))
+            kept.update(path for _, path in sorted(ranked)[:count])
+    to_train = [sample for sample in samples if sample[0] not in kept]
+    to_test = [sample for sample in samples if sample[0] in kept]
+    return to_train, to_test
+
+
+def check_classes(folder, classes, samples, log=print):
+    """DataError unless there are two classes or more, and a picture of each. Needs: DataError.
+
+    classes  list of K names
+    samples  list of (path, label) to train on
+    """
+    if len(classes) < 2:
+        raise DataError(f"{folder}: one class only, {classes[0]}; there is nothing to tell apart")
+    for label in sorted(set(range(len(classes))) - {label for _, label in samples}):
+        raise DataError(
+            f"{folder}/{classes[label]}: no picture in it; remove the folder, or put some there"
+        )
+    first = {}
+    for name in classes:
+        twin = first.setdefault(name.casefold(), name)
+        if twin != name:
+            log(f"{folder}: {twin} and {name} differ by upper and lower case only: two classes")
+
+
+def most_are_grey(samples):
+    """Says whether most pictures are grey, by a look at 200 of them, evenly spread. See looks_grey.
+
+    Needs: looks_grey, DataError.
+    """
+    step = max(1, len(samples) // 200)
+    grey = 0
+    seen = 0
+    for path, _ in samples[::step]:
+        try:
+            grey += looks_grey(path)
+            seen += 1
+        except DataError:
+            pass  # whoever reads them all will say so
+    return 2 * grey > seen
+
+
+def memory_left():
+    """How many bytes of memory this machine, or this container, can give. None: it does not tell.
+
+    Needs: os, re, Path.
+    """
+    sizes = []
+    try:
+        if hasattr(os, "sysconf"):  # Windows has none
+            sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        # Linux also tells what it can give without taking it from others, and a container's limit,
+        # which is a number or "max".
+        for kilobytes in re.findall(r"MemAvailable: +(\d+)", Path("/proc/meminfo").read_text()):
+            sizes.append(1024 * int(kilobytes))
+        for limit in re.findall(r"\d+", Path("/sys/fs/cgroup/memory.max").read_text()):
+            sizes.append(int(limit))
+    except (OSError, ValueError):
+        pass
+    return min(sizes, default=None)
+
+
+def read_pictures(samples, shape, log=print):
+    """Reads pictures into one tensor. Those that cannot be read are named and left out.
+
+    samples  list of (path, label)
+    shape    (C, H, W) of each
+    returns  images uint8 (N, C, H, W), labels int64 (N,), and which of the samples they are: int64
+             (N,), indices into `samples`
+    raises   DataError if more than a tenth of them cannot be read
+
+    Needs: time, torch; read_picture, DataError.
+    """
+    images = torch.empty(len(samples), *shape, dtype=torch.uint8)
+    read = []
+    last_line = time.monotonic()
+    for index, (path, _) in enumerate(samples):
+        try:
+            images[len(read)] = read_picture(path, shape)
+            read.append(index)
+        except DataError as error:
+            failed = index + 1 - len(read)
+            if 10 * failed > len(samples):
+                raise DataError(
+                    f"more than a tenth of {len(samples)} pictures cannot be read, such as {error}"
+                ) from None
+            log(f"left out: {error}")
+        if time.monotonic() - last_line > 5:
+            log(f"{index + 1:,} of {len(samples):,} pictures are read")
+            last_line = time.monotonic()
+    labels = torch.tensor([samples[index][1] for index in read], dtype=torch.int64)
+    return images[: len(read)], labels, torch.tensor(read, dtype=torch.int64)
+
+
+def load_folder(root, image_size=28, channels=None, seed=0, train=True, log=print):
+    """Loads a folder of your own pictures, in the layout of torchvision's ImageFolder.
+
+    A sub-folder is a class, and its name is the name of the class:
+
+        pets/cat/1.jpg    pets/cat/2.jpg    ...    pets/dog/1.jpg    ...
+
+    There may be folders train/, val/ and test/ above the classes. Without test/ a tenth of each
+    class is kept for the test. What is in val/ is the end of the training part, and
+    about["held_out"] says how many pictures that are: the validation set, in place of one chosen by
+    chance. The labels are those of the classes to train on, everywhere: if val/ has no folder "b"
+    of a, b and c, then its c still has label 2.
+
+    All pictures are read now, once, into memory: 1,000 of 3 x 64 x 64 bytes take 12 MB.
+
+    image_size  the pictures become image_size x image_size pixels: see read_picture
+    channels    1 (grey) or 3; None: as most of the pictures are
+    seed        chooses the pictures for the test, see keep_tenth
+    train       False: none of the training part is read; the first value returned is None, and
+                `about` has only name, items, classes and shape
+    log         takes a line for the user
+    returns     (images uint8 (N, C, H, W), labels int64 (N,)) to train on, the same to test with,
+                about: see describe, and "held_out"
+    raises      DataError, in one line, for what is to be put right in the folder
+
+    Needs: math, Path; check_classes, describe, find_classes, find_parts, keep_tenth, list_samples,
+    memory_left, most_are_grey, read_pictures, DataError.
+    """
+    root = Path(root)
+    parts = find_parts(root, log)
+    classes = list(find_classes(parts["train"]))
+    samples = {"val": []}
+    for part, folder in parts.items():
+        samples[part] = list_samples(folder, classes, log)
+    check_classes(parts["train"], classes, samples["train"], log)
+    note = ""
+    if "test" not in parts:
+        samples["train"], samples["test"] = keep_tenth(samples["train"], seed)
+        note = f"; without {root}/test a tenth of each class, by seed {seed}, is kept for the test"
+    if not samples["test"]:
+        raise DataError(f"{root}: no picture to test with; put some into {root}/test/{classes[0]}")
+    if channels is None:
+        channels = 1 if most_are_grey(samples["train"]) else 3
+
+    shape = [channels, image_size, image_size]
+    wanted = samples["test"]
+    if train:
+        wanted = samples["train"] + samples["val"] + samples["test"]
+    size = len(wanted) * math.prod(shape)
+    counts = ", ".join(f"{len(samples[part]):,} in {part}" for part in ("train", "val", "test"))
+    log(
+        f"{root}: {len(classes)} classes; pictures: {counts}{note}; "
+        f"{channels} x {image_size} x {image_size} bytes each, {size / 1e6:,.1f} MB of memory"
+    )
+    left = memory_left()
+    if left is not None and 2 * size > left:  # twice, while the validation set is taken out
+        raise DataError(
+            f"{root}: {2 * size / 1e9:,.1f} GB of memory would be in use, and {left / 1e9:,.1f} GB "
+            "are left; take a smaller --image-size, or fewer pictures"
+        )
+
+    images, labels, read = read_pictures(wanted, shape, log)
+    name = root.resolve().name or "pictures"
+    if not train:
+        about = {"name": name, "items": "pictures", "classes": classes, "shape": shape}
+        return None, (images, labels), about
+    first_val = (read < len(samples["train"])).sum().item()
+    first_test = (read < len(wanted) - len(samples["test"])).sum().item()
+    if first_test == len(read) or len(labels[:first_val].unique()) < len(classes):
+        raise DataError(f"{root}: no picture of a class, or of the test, could be read: see above")
+    train_part = images[:first_test], labels[:first_test]
+    test_part = images[first_test:], labels[first_test:]
+    about = describe(*train_part, classes, name, "pictures")
+    about["held_out"] = first_test - first_val
+    return train_part, test_part, about
+
+
+# ---------------------------------------------------------------- a picture of one digit as MNIST's
+
+
+def smooth_paper(grey):
+    """Estimates how bright the paper is at each pixel, as if nothing were written on it.
+
+    Paper is not white. On the side of the window it is brighter, and a photo is darker in its
+    corners. No single threshold tells ink from such paper. Here it is brighter to the left:
+
+        pixels     .90 .88 .30 .83 .80 .20 .75 .72        ink at .30 and .20
+        paper      .90 .88 .85 .83 .80 .78 .75 .72        a straight line through the others
+        difference   0   0 .55   0   0 .58   0   0        now a threshold is easy
+
+    In two dimensions the line becomes a surface, brightness = a + bx + cy + dx² + exy + fy², whose
+    six numbers are found by least squares. The ink must not pull at it. So each pixel gets a weight
+    that is the smaller, the farther it was from the surface before, and the fit is repeated. It
+    begins with the outermost pixels alone: they are paper, mostly, also where a bold digit fills
+    the picture.
+
+    grey     float (H, W) in 0..1
+    returns  float (H, W)
+
+    Needs: torch, F.
+    """
+    H, W = grey.shape
+    scale = min(1, 64 / max(H, W))  # six numbers need no more than 64 x 64 pixels
+    h = max(1, round(H * scale))
+    w = max(1, round(W * scale))
+    small = F.interpolate(grey[None, None], size=(h, w), mode="area")[0, 0]
+
+    def terms(h, w):
+        y = ((2 * torch.arange(h) + 1) / h - 1)[:, None].expand(h, w)  # -1 to 1
+        x = ((2 * torch.arange(w) + 1) / w - 1).expand(h, w)
+        return torch.stack([torch.ones(h, w), x, y, x * x, x * y, y * y], dim=-1)  # (h, w, 6)
+
+    frame = torch.ones(h, w, dtype=torch.bool)
+    frame[1:-1, 1:-1] = False
+    surface = torch.zeros(6)
+    surface[0] = small[frame].median()
+    for chosen in [frame] * 4 + [torch.ones_like(frame)] * 6:
+        A = terms(h, w)[chosen]  # (n, 6)
+        b = small[chosen]  # (n,)
+        distance = (b - A @ surface).abs()
+        usual = 2 * distance.median().clamp(min=2 / 255)
+        weight = 1 / (1 + (distance / usual) ** 2) ** 2  # (n,)
+        left = A.T @ (weight[:, None] * A) + 1e-4 * torch.eye(6)
+        surface = torch.linalg.solve(left, A.T @ (weight * b))
+    return terms(H, W) @ surface
+
+
+def step_paper(grey):
+    """Estimates the paper's brightness where smooth_paper cannot: at the edge of a shadow.
+
+    Ink is narrow, and shadows and tables are wide. The brightest pixel in a window that is wider
+    than a stroke is paper, wherever the window lies; then the darkest of these brightest undoes
+    that they have grown at the shadow's edge. This is called a closing. A row, a window of three:
+
+        pixels       .9 .9 .2 .9 .9 .4 .4 .1 .4 .4        .2 and .1 are ink, .4 is in the shadow
+        brightest    .9 .9 .9 .9 .9 .9 .4 .4 .4 .4
+        darkest      .9 .9 .9 .9 .9 .4 .4 .4 .4 .4        what paper there would look like
+
+    grey     float (H, W), ink darker than paper
+    returns  float (H, W)
+
+    Needs: F.
+    """
+    H, W = grey.shape
+    scale = min(1, 64 / max(H, W))
+    small = F.interpolate(grey[None, None], scale_factor=scale, mode="area")
+    half = max(1, max(small.shape) // 8)
+    size = 2 * half + 1  # of the window: a quarter of the picture
+    x = F.pad(small, [half] * 4, mode="replicate")  # the paper goes on beyond the frame
+    x = F.max_pool2d(x, (size, 1), 1, (half, 0))
+    x = F.max_pool2d(x, (1, size), 1, (0, half))
+    x = -F.max_pool2d(-x, (size, 1), 1, (half, 0))
+    x = -F.max_pool2d(-x, (1, size), 1, (0, half))
+    x = x[:, :, half:-half, half:-half]
+    return F.interpolate(x, size=(H, W), mode="bilinear")[0, 0]
+
+
+def ink_in_shadow(grey):
+    """How much darker than step_paper each pixel is, as a fraction of it: float (H, W) in 0..1.
+
+    A fraction, for in the shadow everything has half the light: paper .8 and ink .2 become .4 and
+    .1, whose difference is half as large, but 1 - .1 / .4 is 0.75 as before.
+
+    White ink on black is turned into black on white first. Which of the two it is, the cubes of the
+    differences from the local mean tell: there is less ink than paper, so ink is further from the
+    mean, and a cube keeps the sign. At a shadow's edge both sides are equally far, and cancel.
+
+    Needs: F; step_paper.
+    """
+    H, W = grey.shape
+    small = F.interpolate(grey[None, None], scale_factor=min(1, 64 / max(H, W)), mode="area")
+    half = max(1, max(small.shape) // 6)
+    mean = F.avg_pool2d(small, 2 * half + 1, 1, half, count_include_pad=False)
+    if ((small - mean) ** 3).sum() > 0:
+        grey = 1 - grey
+    return 1 - ((grey + 0.02) / (step_paper(grey) + 0.02)).clamp(max=1)
+
+
+def otsu_threshold(values):
+    """Finds the threshold that divides numbers into two heaps, each as narrow as can be.
+
+    [0, 1, 0, 1, 8, 9] falls into [0, 1, 0, 1] and [8, 9]: within these heaps the numbers differ by
+    little. Equivalent and faster to compute: the means of the two heaps, weighted by their sizes,
+    are as far apart as can be. All 256 thresholds are tried at once, by cumulative sums.
+
+    values   float, any shape, at least 0
+    returns  the threshold, and how clear the division is: the part of all variance that is between
+             the heaps, from 0 to 1
+
+    N. Otsu 1979, doi 10.1109/TSMC.1979.4310076. Needs: torch.
+    """
+    top = max(values.max().item(), 1e-6)
+    counts = torch.histc(values, 256, 0, top).double() / values.numel()  # (256,)
+    centres = (torch.arange(256) + 0.5) / 256 * top
+    below = counts.cumsum(0)  # the size of the lower heap, as a fraction
+    sums = (counts * centres).cumsum(0)
+    mean = sums[-1]
+    between = (mean * below - sums) ** 2 / (below * (1 - below)).clamp(min=1e-9)
+    best = between[:-1].argmax()
+    variance = (counts * (centres - mean) ** 2).sum().clamp(min=1e-12)
+    return (best.item() + 1) / 256 * top, (between[best] / variance).item()
+
+
+def find_ink(grey):
+    """Tells ink from paper: 0 is paper, 1 is ink, and between them are the edges of strokes.
+
+    Dark on bright and bright on dark are the same here: ink is what differs from the paper.
+
+    grey     float (H, W) in 0..1
+    returns  float (H, W) in 0..1; or None if there is nothing but paper
+
+    Needs: torch; smooth_paper, ink_in_shadow, otsu_threshold.
+    """
+    difference = grey - smooth_paper(grey)
+    darker = (-difference).clamp(min=0)
+    brighter = difference.clamp(min=0)
+    strength = darker
+    if (brighter**2).sum() > (darker**2).sum():
+        strength = brighter
+    threshold, clearness = otsu_threshold(strength)
+    frame = torch.cat([strength[0], strength[-1], strength[:, 0], strength[:, -1]])
+    if (frame > threshold).float().mean() > 0.04:
+        # So much ink on the outermost pixels may be a shadow. The clearer of two answers is taken.
+        second = ink_in_shadow(grey)
+        second_threshold, second_clearness = otsu_threshold(second)
+        if second_clearness > clearness:
+            strength = second
+            threshold = second_threshold
+    is_ink = strength > threshold
+    ink = strength[is_ink].mean()  # NaN if there is none
+    paper = strength[~is_ink]
+    grain = paper.std(correction=0)
+    # The grain of the paper, divided into two heaps, is 5 to 6 times its own width apart.
+    is_seen = ink > 0.1 or (ink > 0.03 and ink - paper.mean() > 8 * grain)
+    if not is_seen:
+        return None
+    # Half the threshold is still paper: its grain is gone, and edges keep their grey.
+    return ((strength - threshold / 2) / (ink - threshold / 2)).clamp(0, 1)
+
+
+def keep_digit(ink):
+    """Leaves out what is ink, but no part of the digit: specks, and the dark rim of a scan.
+
+    Ink that hangs together is one piece. To find the pieces, each pixel of ink gets a number of its
+    own, and then, again and again, the largest number among its neighbours and itself:
+
+        . 2 3 .      . 6 6 .      . 6 6 .
+        5 6 . .      6 6 . .      6 6 . .        two pieces, 6 and 12
+        . . . 12     . . . 12     . . . 12
+
+    A piece that covers more than half of a side of the picture is a rim, unless nothing else is
+    there. Of the others those count that have at least a twentieth of the largest one's ink.
+
+    ink      float (H, W) in 0..1
+    returns  float (H, W)
+
+    Needs: torch, F.
+    """
+    H, W = ink.shape
+    scale = min(1, 56 / max(H, W))
+    size = max(1, round(H * scale)), max(1, round(W * scale))
+    is_ink = F.adaptive_max_pool2d((ink > 0.5).float()[None, None], size)  # (1, 1, h, w)
+    pieces = is_ink * torch.arange(1, is_ink.numel() + 1).view_as(is_ink)
+    while True:
+        spread = F.max_pool2d(pieces, 3, 1, 1) * is_ink
+        if torch.equal(spread, pieces):
+            break
+        pieces = spread
+    pieces = pieces[0, 0].long()  # (h, w), 0 = no ink
+    weights = F.adaptive_avg_pool2d(ink[None, None], size).flatten()
+    weight = pieces.flatten().bincount(weights)  # of each piece, by its number
+    weight[0] = 0
+    inner = weight.clone()
+    for side in (pieces[0], pieces[-1], pieces[:, 0], pieces[:, -1]):
+        inner[side.bincount(minlength=len(weight)) > len(side) / 2] = 0
+    if inner.max() >= pieces.numel() / 1000:
+        weight = inner
+    kept = (weight >= weight.max() / 20)[pieces] & (pieces > 0)
+    return ink * F.interpolate(kept.float()[None, None], size=(H, W))[0, 0]
+
+
+def thicken(ink):
+    """Makes thin strokes as thick as those of MNIST: a tenth of the digit's longer side.
+
+    A ballpoint's line is a fiftieth of a large digit. Shrunk to 20 pixels it would be 0.4 pixels
+    wide, a grey that no digit of MNIST has. The width of a stroke is about twice its area divided
+    by its edge: a line of 100 x 4 pixels has 400 pixels, and about 200 of them lie at its edge.
+
+    ink      float (H, W) in 0..1, some of it above 0.5
+    returns  float (H, W)
+
+    Needs: torch, F.
+    """
+    is_ink = (ink > 0.5).float()
+    inside = -F.max_pool2d(-is_ink[None], 3, 1, 1)[0]  # a pixel with paper beside it becomes 0
+    edge = (is_ink - inside).sum().clamp(min=1)
+    width = 2 * is_ink.sum() / edge
+    rows, columns = is_ink.nonzero(as_tuple=True)
+    side = max(rows.max() - rows.min(), columns.max() - columns.min()) + 1
+    missing = round(((side / 10 - width) / 2).item())  # on each side of the stroke
+    if missing > 0:
+        ink = F.max_pool2d(ink[None], 2 * missing + 1, 1, missing)[0]
+    return ink
+
+
+def fit_digit(ink):
+    """Puts a digit where MNIST has its digits: 20 pixels long, its weight in the middle of 28 x 28.
+
+    1. The box around the ink is shrunk, or enlarged, until its longer side has 20 pixels. The
+       shorter one follows: a 1 stays narrow.
+    2. The centre of mass, which is the mean position of all ink, comes to row 14 and column 14, as
+       near as whole pixels allow. A 7 has most of its ink above, so its box lies a bit lower.
+
+    ink      float (H, W) in 0..1, some of it above 0.5
+    returns  float (28, 28) in 0..1
+
+    Y. LeCun et al. 1998, doi 10.1109/5.726791, section III A. Needs: torch, F.
+    """
+    rows, columns = (ink > 0.5).nonzero(as_tuple=True)
+    box = ink[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
+    scale = 20 / max(box.shape)
+    h = max(1, round(box.shape[0] * scale))
+    w = max(1, round(box.shape[1] * scale))
+    box = F.interpolate(box[None, None], size=(h, w), mode="bilinear", antialias=True)[0, 0]
+    box = (box / box.max()).clamp(0, 1)  # the darkest ink of a digit is white, 1
+    row = (box.sum(1) * torch.arange(h)).sum() / box.sum()
+    column = (box.sum(0) * torch.arange(w)).sum() / box.sum()
+    top = min(max(round(14 - row.item()), 0), 28 - h)
+    left = min(max(round(14 - column.item()), 0), 28 - w)
+    whole = torch.zeros(28, 28)
+    whole[top : top + h, left : left + w] = box
+    return whole
+
+
+def is_like_mnist(image):
+    """Says whether an image is one of MNIST's already: all 70,000 of them are.
+
+    Its ink, which is all that is not 0, is 19 or 20 pixels long, and its centre of mass is at most
+    half a pixel away from row 14 and column 14.
+
+    image  float (H, W) in 0..1
+
+    Needs: torch.
+    """
+    if image.shape != (28, 28) or image.max() == 0:
+        return False
+    rows, columns = image.nonzero(as_tuple=True)
+    side = max(rows.max() - rows.min(), columns.max() - columns.min()).item() + 1
+    index = torch.arange(28)
+    row = (image.sum(1) * index).sum() / image.sum()
+    column = (image.sum(0) * index).sum() / image.sum()
+    return side in (19, 20) and abs(row - 14) < 0.53 and abs(column - 14) < 0.53
+
+
+def digit_steps(path):
+    """The steps from a picture of a digit to an image like MNIST's: see read_digit.
+
+    returns  list of (what it is, float (H, W) in 0..1); the last one is the result, (28, 28)
+    raises   DataError, see read_digit
+
+    Needs: Image; open_picture, pixels_of, is_like_mnist, find_ink, keep_digit, thicken, fit_digit,
+    DataError.
+    """
+    image = open_picture(path, 1, 256)
+    image.thumbnail((256, 256), Image.Resampling.BILINEAR)  # more would not be seen in 20 pixels
+    grey = pixels_of(image)[0].float() / 255
+    steps = [("the picture in grey", grey)]
+    for candidate in (grey, 1 - grey):
+        if is_like_mnist(candidate):
+            return [*steps, ("it has MNIST's form already", candidate)]
+    ink = find_ink(grey)
+    if ink is None:
+        raise DataError(f"{path}: nothing is written on it, or too faintly to be seen")
+    steps.append(("the paper taken away", ink))
+    ink = keep_digit(ink)
+    steps.append(("without specks and rims", ink))
+    ink = thicken(ink)
+    steps.append(("no thinner than MNIST's strokes", ink))
+    return [*steps, ("20 pixels long, its centre of mass in the middle of 28 x 28", fit_digit(ink))]
+
+
+def read_digit(path):
+    """Reads any picture of one digit, and makes of it what MNIST would have made of it.
+
+    A network that has learnt MNIST's digits has seen white ink on black, of one size, in the
+    middle. A photo of a digit is none of that, and the network would answer nonsense. So what was
+    done to MNIST's digits is done to this one. `python data.py PICTURE` shows each step:
+
+        open_picture    upright, grey, something behind what is transparent
+        find_ink        paper becomes 0, whatever its brightness, and ink 1
+        keep_digit      specks and a scan's dark rim go
+        thicken         a thin pen's strokes become as thick as MNIST's
+        fit_digit       20 pixels long, and the centre of mass in the middle of 28 x 28
+
+    A picture that has MNIST's form already, white on black or black on white, keeps every pixel.
+
+    returns  uint8 (1, 28, 28), 0 = paper
+    raises   DataError: the picture cannot be read, or it is blank
+
+    Needs: torch; digit_steps.
+    """
+    _, image = digit_steps(path)[-1]
+    return (image * 255).round().to(torch.uint8)[None]
+
+
+def show_digit(path):
+    """Prints each step of read_digit in characters, a pixel as two of them.
+
+    Needs: F; digit_steps.
+    """
+    for title, image in digit_steps(path):
+        H, W = image.shape
+        print(f"{title}: {H} x {W} pixels")
+        scale = min(1, 28 / max(H, W))
+        size = max(1, round(H * scale)), max(1, round(W * scale))
+        for row in F.interpolate(image[None, None], size=size, mode="area")[0, 0].tolist():
+            print("".join(2 * " .:-=+*#%@"[min(9, int(10 * pixel))] for pixel in row).rstrip())
+
+
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        try:
+            show_digit(sys.argv[1])
+        except DataError as error:
+            print(error, file=sys.stderr)
+            sys.exit(2)
+        sys.exit()
     (images, labels), _, about = load_dataset("sample", "data")
     print(f"images {images.dtype} {tuple(images.shape)}")
     print(f"labels {labels.dtype} {tuple(labels.shape)}")

@@ -1022,6 +1022,9 @@ def load_training_data(args, log):
         )
     else:
         train_indices, held_out = data.split_validation(N, args.val_size, args.seed)
+        if about.get("held_out") and not few:  # somebody has chosen them: a folder called val
+            order = torch.arange(N)
+            train_indices, held_out = order[: -about["held_out"]], order[-about["held_out"] :]
         train_set = data.Digits(
             images[train_indices], labels[train_indices], classes, args.augment, args.seed
         )
