@@ -1381,7 +1381,7 @@ def train(args, checkpoint, device, log):
     model = build_model(args, about)
     if args.init:
         utils.load_matching(model, checkpoint["model"], log, args.force)
-    if args.freeze:
+    if args.freeze is not None:  # an empty name freezes all of them, which is an error
         freeze(model, args.freeze, log)
     model = prepare(model, args, device, log)
     teacher, teacher_collate = load_teacher(args, about, device)
