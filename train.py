@@ -807,43 +807,50 @@ def build_parser():
     add("--deterministic", **switch,
         help="reproducible on a GPU too, without TF32, but slower (default off)")
 
-    # Where a run is kept, from what it begins, and the verbs, which exclude each other.
-    group = parser.add_argument_group("run")
-    add = group.add_argument
+    add = parser.add_argument_group("run").add_argument
     add("--out", metavar="DIR",
         help="the run's folder (default runs/<data>-<model>-<n>, the next free n)")
     add("--seed", default=0, type=utils.number(int, 0, 2**32 - 1),
         help="of all random numbers (default 0)")
     add("--dry-run", action="store_true",
         help="one epoch of two training batches, then a small test (default off)")
-    add("--split", default="test", choices=("val", "test"),
-        help="--evaluate: on which part of the data (default test)")
-    add("--pictures", **switch,
-        help="--evaluate attention: save where it looked, attention.png (default off)")
-    add("--raw-images", **switch,
-        help="--predict digits: pictures are prepared as MNIST's are (default off)")
-    add("--json", **switch, help="--predict: one JSON object a line (default off)")
     add("--save-every", default=0, type=whole, metavar="N",
         help="write last.pt every N steps, too; 0: off (default 0)")
-    add("--freeze", metavar="NAME",
-        help="freeze parameters whose names start with NAME, such as conv (default none)")
     add("--teacher", metavar="CKPT",
         help="learn from the answers of this network, too (default none)")
-    add("--format", default="int8", choices=("int8", *utils.EXPORTS),
-        help="--export: int8 (default), weights as integers of --quant-bits, else 8; or a file "
-        "that answers without this code: export (of torch), onnx, torchscript (retired)")
-    add("--force", **switch, help="--init although less than half of the weights fit (default off)")
-    add = group.add_mutually_exclusive_group().add_argument
     add("--resume", metavar="CKPT",
         help="go on from this checkpoint; its arguments are the defaults (default none)")
+
+    # What follows are the verbs beside training, each with the flags that belong to it. Training
+    # from --init is another run, for which only weights come from the checkpoint.
+    add = parser.add_argument_group("begin with the weights of another run").add_argument
     add("--init", metavar="CKPT",
         help="begin with the weights of this checkpoint that fit (default none)")
-    add("--export", metavar="CKPT",
-        help="do not train; write it in --format, beside it (default none)")
+    add("--force", **switch, help="although less than half of them fit (default off)")
+    add("--freeze", metavar="NAME",
+        help="freeze parameters whose names start with NAME, such as conv (default none)")
+
+    add = parser.add_argument_group("evaluate, and do not train").add_argument
     add("--evaluate", metavar="CKPT",
-        help="do not train; evaluate this checkpoint on --split (default none)")
+        help="evaluate this checkpoint, and draw mistakes.png beside it (default none)")
+    add("--split", default="test", choices=("val", "test"),
+        help="on which part of the data (default test)")
+    add("--pictures", **switch,
+        help="attention: save where it looked, attention.png (default off)")
+
+    add = parser.add_argument_group("answer, and do not train").add_argument
     add("--predict", metavar=("CKPT", "PICTURE"), nargs="+",
-        help="do not train; answer for pictures, or folders of them (default none)")
+        help="answer for pictures, or folders of them (default none)")
+    add("--raw-images", **switch,
+        help="digits: pictures are prepared as MNIST's are (default off)")
+    add("--json", **switch, help="one JSON object a line (default off)")
+
+    add = parser.add_argument_group("export, and do not train").add_argument
+    add("--export", metavar="CKPT",
+        help="write this checkpoint in --format, beside it (default none)")
+    add("--format", default="int8", choices=("int8", *utils.EXPORTS),
+        help="int8 (default): weights as integers of --quant-bits, else 8; or a file "
+        "that answers without this code: export (of torch), onnx, torchscript (retired)")
     return parser
 
 
@@ -892,6 +899,9 @@ def parse_args(argv=None, stored=None):
         parser.error(
             f"--width {args.width}: attention has 4 heads, so the width is a multiple of 4"
         )
+    verbs = [verb for verb in ("resume", "init", "evaluate", "predict", "export") if verb in given]
+    if len(verbs) > 1:
+        parser.error(f"--{verbs[1]}: not allowed with --{verbs[0]}")
     if args.predict and len(args.predict) < 2:
         parser.error("--predict: after the checkpoint there are no pictures")
     if args.balanced and args.stream:
@@ -928,8 +938,12 @@ def without_effect(args):
         lines.append("--pictures: has no effect without --evaluate")
     if "format" in args.given and not args.export:
         lines.append("--format: has no effect without --export")
-    if "force" in args.given and not args.init:
-        lines.append("--force: has no effect without --init")
+    belongs_to = {
+        "force": "init", "split": "evaluate", "raw_images": "predict", "json": "predict",
+    }
+    for flag, verb in belongs_to.items():
+        if flag in args.given and verb not in args.given:
+            lines.append(f"--{flag.replace('_', '-')}: has no effect without --{verb}")
     if args.evaluate or args.export or args.predict:
         for flag in ("save_every", "teacher", "epochs", "lr", "resume", "out"):
             if flag in args.given:

@@ -20,17 +20,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train
 
 LETTERS = "ABDEGHKRSW"
-FLAGS = ["--epochs", "40", "--batch-size", "25", "--val-size", "0", "--lr", "2e-3", "--amp", "off"]
+FLAGS = ["--epochs", "20", "--batch-size", "25", "--val-size", "0", "--lr", "2e-3", "--amp", "off"]
 
 
 def letter(name, draw):
     """A picture of 28 x 28 grey pixels, white on black."""
     picture = Image.new("L", (28, 28))
-    size = draw.uniform(17, 23)
-    middle = 14 + draw.uniform(-3, 3), 14 + draw.uniform(-3, 3)
+    size = draw.uniform(12, 24)
+    middle = 14 + draw.uniform(-4, 4), 14 + draw.uniform(-4, 4)
     ImageDraw.Draw(picture).text(middle, name, fill=255, font=ImageFont.load_default(size), anchor="mm")
-    picture = picture.rotate(draw.uniform(-25, 25), Image.Resampling.BILINEAR)
-    return picture.filter(ImageFilter.GaussianBlur(draw.uniform(0.3, 1.3)))
+    picture = picture.rotate(draw.uniform(-45, 45), Image.Resampling.BILINEAR)
+    return picture.filter(ImageFilter.GaussianBlur(draw.uniform(0.5, 2.0)))
 
 
 def write_letters(folder, train_count=20, test_count=100):
