@@ -1581,7 +1581,7 @@ def list_samples(folder, classes, log=print):
         for picture in pictures:
             samples.append((picture, classes.index(name)))
     if others:
-        log(f"left out: {len(others):,} files whose names are not those of pictures: {others[0]} ...")
+        log(f"left out: {len(others):,} files with names of no pictures: {others[0]} ...")
     samples.sort(key=lambda sample: by_number(sample[0]))
     return samples
 
