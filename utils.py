@@ -616,25 +616,56 @@ def write_atomically(path, write):
     Whoever reads `path` sees the old content or the new one, never a half, even after a crash or
     with a full disk:
 
-        open .last.pt.tmp   write   fsync   rename to last.pt
-                                    |       '- atomic within one file system: hence the same folder
-                                    '- else a power cut can leave an empty file under the new name
+        open .last.pt.<random>.tmp   write   fsync   rename to last.pt   fsync of the folder
+                                             |       |                   '- the new name, too
+                                             |       '- atomic within one file system
+                                             '- else a power cut can leave an empty file
+
+    Others may be able to write in the folder, and a link under the scratch file's name would lead
+    the content elsewhere. So the name is random, and mode "x" opens only what was not there: a link
+    is not followed. A run that is killed in the middle leaves its scratch file; the next write of
+    the same name removes it, so that at most one is left.
 
     UserError with the path if the disk is full or the folder cannot be written to; nothing is left
-    then. Needs: UserError, os, suppress, Path.
+    then. Needs: UserError, flush_folder, remove_scratch, os, Path, suppress.
     """
     path = Path(path)
-    scratch = path.with_name(f".{path.name}.tmp")
+    scratch = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
     try:
-        with open(scratch, "wb") as file:
+        remove_scratch(path)
+        with open(scratch, "xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, path)
+        flush_folder(path.parent)
     except OSError as error:
-        with suppress(OSError):  # there may be no scratch file, nor a folder
-            scratch.unlink()
         raise UserError(f"cannot write {path}: {error}") from error
+    finally:
+        with suppress(OSError):
+            scratch.unlink()  # still there if something above has failed
+
+
+def remove_scratch(path):
+    """Removes what killed runs have left of the file `path`. Needs: suppress."""
+    with suppress(OSError):  # a folder that we may not read, or a file of somebody else
+        for left in path.parent.iterdir():
+            ours = left.name.startswith(f".{path.name}.") and left.name.endswith(".tmp")
+            if ours and not left.is_dir():
+                left.unlink()
+
+
+def flush_folder(folder):
+    """Writes the names in a folder to the disk, where the system can do that. Needs: os, suppress.
+
+    fsync of a file flushes its content; its name is content of the folder. It takes 2 ms.
+    """
+    with suppress(OSError):  # Windows, or a folder that we may not read
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def save_checkpoint(path, checkpoint):

@@ -190,6 +190,8 @@ RUNS = {
     "utils.drop_on_plateau": lambda f, folder: f(0, 2, False) == (1, 0),
     "utils.new_folder": lambda f, folder: f(str(folder / "new"), "").is_dir(),
     "utils.write_atomically": lambda f, folder: f(folder / "a", lambda file: file.write(b"x")) is None,
+    "utils.remove_scratch": lambda f, folder: f(folder / "a") is None,
+    "utils.flush_folder": lambda f, folder: f(folder) is None,
     "utils.write_csv": lambda f, folder: f(folder / "a", [{"x": 1}]) is None,
     "utils.write_json": lambda f, folder: f(folder / "a", {"x": 1}) is None,
     "utils.versions": lambda f, folder: set(f()) == {"torch", "torchvision"},
