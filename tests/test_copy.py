@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 
 import data
@@ -248,6 +249,34 @@ RUNS = {
     "train.check_resumable": lambda f, folder: f(RESUMABLE, "a.pt", RESUMABLE["data"], {}) is None,
     "train.rescale_place": lambda f, folder: f({"batch": 10, "step": 5}, 256, 64, 1, 1) is None,
     "train.hardest_classes": lambda f, folder: f(torch.tensor([[1, 1], [0, 2]]), ["a", "b"], 1) == "a (50.0 % right)",
+    "data.pixels_of": lambda f, folder: f(Image.new("RGB", (3, 2), (1, 2, 3)))[2].tolist() == [[3] * 3] * 2,
+    "data.lay_on_background": lambda f, folder: f(Image.new("RGBA", (3, 2))).getpixel((0, 0)) == (255, 255, 255),
+    "data.open_picture": lambda f, folder: f(a_picture(folder), 1).getpixel((0, 0)) == 7,
+    "data.read_picture": lambda f, folder: f(a_picture(folder), (1, 2, 3)).tolist() == [[[7] * 3] * 2],
+    "data.looks_grey": lambda f, folder: f(a_picture(folder)),
+    "data.by_number": lambda f, folder: f(folder / "a9.png") < f(folder / "a10.png"),
+    "data.list_pictures": lambda f, folder: f(a_picture(folder).parent)[0] == [folder / "0/a.png"],
+    "data.find_classes": lambda f, folder: list(f(a_picture(folder).parent.parent)) == ["0"],
+    "data.find_parts": lambda f, folder: f(a_picture(folder).parent.parent) == {"train": folder},
+    "data.list_samples": lambda f, folder: f(a_picture(folder).parent.parent, ["0"]) == [(folder / "0/a.png", 0)],
+    "data.keep_tenth": lambda f, folder: len(f([(folder / str(index), 0) for index in range(20)], 0)[1]) == 2,
+    "data.check_classes": lambda f, folder: f(folder, ["a", "b"], [(folder, 0), (folder, 1)]) is None,
+    "data.most_are_grey": lambda f, folder: f([(a_picture(folder), 0)]),
+    "data.memory_left": lambda f, folder: (f() or 1) > 0,
+    "data.read_pictures": lambda f, folder: f([(a_picture(folder), 5)], (1, 2, 3))[1].tolist() == [5],
+    "data.load_folder": lambda f, folder: f(two_classes(folder), 28)[2]["shape"] == [1, 28, 28],
+    "data.smooth_paper": lambda f, folder: (f(PAPER) - 0.8).abs().max() < 0.02,
+    "data.step_paper": lambda f, folder: (f(PAPER) - 0.8).abs().max() < 0.02,
+    "data.ink_in_shadow": lambda f, folder: f(PAPER)[12, 12] > 0.5,
+    "data.otsu_threshold": lambda f, folder: 1 < f(torch.tensor([0.0, 1, 0, 1, 8, 9]))[0] < 8,
+    "data.find_ink": lambda f, folder: f(PAPER)[12, 12] > 0.9,
+    "data.keep_digit": lambda f, folder: torch.equal(f((PAPER < 0.5).float()), (PAPER < 0.5).float()),
+    "data.thicken": lambda f, folder: f(1 - PAPER).shape == (28, 28),
+    "data.fit_digit": lambda f, folder: f(1 - PAPER).shape == (28, 28),
+    "data.is_like_mnist": lambda f, folder: f(few[0][0, 0] / 255) and not f(PAPER),
+    "data.digit_steps": lambda f, folder: f(a_digit(folder))[-1][1].shape == (28, 28),
+    "data.read_digit": lambda f, folder: torch.equal(f(a_digit(folder)), few[0][0]),
+    "data.show_digit": lambda f, folder: f(a_digit(folder)) is None,
     "train.log_end": lambda f, folder: f({"loss": 1}, about, {"test": 9}, {"epoch": 1, "best": {"epoch": 1}, "metrics": [{"seconds": 1}]}, 2, folder, lambda line: None) is None,
     "train.begin_model": lambda f, folder: f(args, about, None, CPU, print).fc2.out_features == 10,
     "utils.free_what_errors_hold": lambda f, folder: f() is None,
@@ -287,6 +316,30 @@ RUNS = {
     "train.report": lambda f, folder: f({"accuracy": 1, "loss": 0}, about, 1, "x", print) is None,
     "train.show_progress": lambda f, folder: f(lambda line, over: None, 1, 2, about, {"train": 1}, "c") is None,
 }
+
+
+PAPER = torch.full((28, 28), 0.8)
+PAPER[10:14, 10:14] = 0.1  # a spot of ink
+
+
+def a_picture(folder):
+    """3 x 2 pixels of grey 7, of class "0"."""
+    (folder / "0").mkdir()
+    Image.new("L", (3, 2), 7).save(folder / "0/a.png")
+    return folder / "0/a.png"
+
+
+def a_digit(folder):
+    Image.fromarray(few[0][0, 0].numpy()).save(folder / "a.png")
+    return folder / "a.png"
+
+
+def two_classes(folder):
+    for name, grey in (("a", 50), ("b", 200)):
+        (folder / name).mkdir()
+        for index in range(10):
+            Image.new("L", (3, 2), grey).save(folder / name / f"{index}.png")
+    return folder
 
 
 def exports(f):
