@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 import data
-from helpers import ROOT, run_program
+from helpers import NORM, ROOT, run_program
 
 RAMP = torch.arange(0, 240, 4, dtype=torch.uint8).view(6, 10)  # 6 x 10 pixels, dark above, bright below
 
@@ -173,3 +173,59 @@ def test_the_module_shows_each_step_for_a_picture(tmp_path):
     assert (status, err) == (0, "") and "in the middle of 28 x 28: 28 x 28 pixels" in out and "@@" in out
     status, out, err = run_program("absent.png", cwd=tmp_path, script=ROOT / "data.py")
     assert (status, out, err.count("\n")) == (2, "", 1)
+
+
+def test_a_block_in_a_corner_comes_to_the_form_of_mnist(tmp_path):
+    page = torch.full((100, 100), 255, dtype=torch.uint8)
+    page[2:14, 3:11] = 0  # 12 x 8 pixels of ink
+    image_of(page).save(tmp_path / "a.png")
+    digit = data.read_digit(tmp_path / "a.png")
+    rows, columns = (digit[0] > 127).nonzero(as_tuple=True)
+    mass = digit[0].float() / digit[0].sum()
+    centre = (mass.sum(1) * torch.arange(28)).sum().item(), (mass.sum(0) * torch.arange(28)).sum().item()
+    print(f"{rows.max() - rows.min() + 1} x {columns.max() - columns.min() + 1} pixels of ink, centre of mass {centre}")
+    assert rows.max() - rows.min() + 1 == 20 and columns.max() - columns.min() + 1 in (13, 14)
+    assert all(abs(each - 14) <= 1 for each in centre)
+    background = data.normalize(digit[None].float() / 255, NORM["mean"], NORM["std"])[0, 0, 0, 0]
+    assert abs(background.item() + 0.4242) < 1e-4
+
+
+def test_what_systems_put_into_folders_is_no_class_and_no_picture(tmp_path):
+    images = torch.randint(256, (20, 1, 8, 8), dtype=torch.uint8)
+    write_folder(tmp_path, images, torch.arange(20) % 2, ["0", "1"])
+    for name in (".ipynb_checkpoints", "__MACOSX"):
+        write_folder(tmp_path / name, images[:2], torch.zeros(2, dtype=torch.int64), ["0"])
+        image_of(images[0, 0]).save(tmp_path / name / "0.png")
+    for name in (".DS_Store", "0/._0.png", "1/Thumbs.db"):
+        (tmp_path / name).write_text("not a picture")
+    lines = []
+    (_, labels), (_, test_labels), about = data.load_folder(tmp_path, log=lines.append)
+    assert about["classes"] == ["0", "1"] and len(labels) + len(test_labels) == 20
+    assert not any("left out" in line for line in lines)
+
+
+def test_labels_are_those_of_the_classes_to_train_on_in_every_part(tmp_path):
+    names = ["0", "90", "180", "270"]
+    images = (torch.arange(40) % 4 * 60).to(torch.uint8).view(40, 1, 1, 1).repeat(1, 1, 8, 8)  # of class k the grey 60 k
+    labels = torch.arange(40) % 4
+    write_folder(tmp_path / "train", images, labels, names)
+    few = labels[:12] != 2
+    for part in ("val", "test"):
+        write_folder(tmp_path / part, images[:12][few], labels[:12][few], names)  # without 180
+    (pictures, found), (test_pictures, test_found), about = data.load_folder(tmp_path, log=lambda line: None)
+    assert about["classes"] == names and about["held_out"] == 9
+    for each, label in ((pictures, found), (test_pictures, test_found)):
+        assert torch.equal(each[:, 0, 0, 0].long() // 60, label)  # an oracle is right everywhere
+    write_folder(tmp_path / "val", images[:1], labels[:1], ["45"])
+    with pytest.raises(data.DataError, match="val/45: a class that is not among those to train on"):
+        data.load_folder(tmp_path, log=lambda line: None)
+
+
+def test_a_hundred_classes_and_two_that_differ_by_case(tmp_path):
+    names = [f"c{index}" for index in range(98)] + ["cat", "Cat"]
+    images = torch.randint(256, (200, 1, 4, 4), dtype=torch.uint8)
+    write_folder(tmp_path, images, torch.arange(200) % 100, names)
+    lines = []
+    (_, labels), (_, test_labels), about = data.load_folder(tmp_path, image_size=4, log=lines.append)
+    assert len(about["classes"]) == 100 and len(labels) == len(test_labels) == 100
+    assert sum("differ by upper and lower case only: two classes" in line for line in lines) == 1
