@@ -1845,16 +1845,21 @@ def save_attention(path, model, dataset, collate, device, count=32):
 
 
 def pictures_in(paths):
-    """The files that `paths` name: files as they are, and all files of folders, sorted.
+    """The files that `paths` name: files as they are, and all files of folders but the system's own.
 
-    Needs: Path.
+    Files that are no pictures are among them: to pass one over in silence would be worse than a
+    line that says so. UserError for a folder without a file. Needs: list_pictures of data, UserError
+    of utils, Path.
     """
     files = []
     for path in map(Path, paths):
-        if path.is_dir():
-            files += sorted(file for file in path.rglob("*") if file.is_file())
-        else:
+        if not path.is_dir():
             files.append(path)
+            continue
+        pictures, others = data.list_pictures(path)
+        if not pictures and not others:
+            raise utils.UserError(f"{path}: no picture in it")
+        files += pictures + others
     return files
 
 

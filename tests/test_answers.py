@@ -60,6 +60,11 @@ def test_a_folder_is_trained_on_evaluated_exported_and_answered(model, folder, c
     out = capfd.readouterr().out
     assert end.value.code == 0 and out.startswith("sides/left/0.png: left (") and out.count("\n") == 1
     print(out)
+    (folder / "none").mkdir()
+    (folder / "none/.DS_Store").write_text("the system's own")
+    with pytest.raises(SystemExit) as end:
+        train.main(["--predict", "run/best.pt", "none"])
+    assert end.value.code == 2 and capfd.readouterr().err == "train.py: error: none: no picture in it\n"
 
 
 def test_pictures_for_validation_may_be_chosen(folder, capfd):
