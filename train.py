@@ -1845,11 +1845,11 @@ def save_attention(path, model, dataset, collate, device, count=32):
 
 
 def pictures_in(paths):
-    """The files that `paths` name: files as they are, and all files of folders but the system's own.
+    """The files that `paths` name: files as they are, of folders all files but the system's own.
 
     Files that are no pictures are among them: to pass one over in silence would be worse than a
-    line that says so. UserError for a folder without a file. Needs: list_pictures of data, UserError
-    of utils, Path.
+    line that says so. UserError for a folder without a file. Needs: list_pictures of data,
+    UserError of utils, Path.
     """
     files = []
     for path in map(Path, paths):
