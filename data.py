@@ -1272,6 +1272,32 @@ def save_pictures(path, images, heat=None, captions=None):
     picture.save(path)
 
 
+def save_curve(path, points, width=640, height=400):
+    """Draws points (x, y), x above 0 on a logarithmic axis, as a line in a PNG: the loss over the
+    learning rate. The ends of both axes are written beside it.
+
+    Needs: math.
+    """
+    from PIL import Image, ImageDraw  # here, for these take a second
+
+    xs = [math.log(x) for x, _ in points]
+    ys = [y for _, y in points]
+    line = []
+    for x, y in zip(xs, ys):
+        column = 40 + (x - min(xs)) / ((max(xs) - min(xs)) or 1) * (width - 60)
+        row = 20 + (max(ys) - y) / ((max(ys) - min(ys)) or 1) * (height - 60)
+        line.append((column, row))
+    picture = Image.new("RGB", (width, height), "white")
+    pen = ImageDraw.Draw(picture)
+    pen.rectangle((40, 20, width - 20, height - 40), outline="grey")
+    pen.line(line, fill="darkred", width=2)
+    pen.text((4, 14), f"{max(ys):.2f}", fill="black")
+    pen.text((4, height - 46), f"{min(ys):.2f}", fill="black")
+    pen.text((40, height - 30), f"{points[0][0]:.1e}", fill="black")
+    pen.text((width - 70, height - 30), f"{points[-1][0]:.1e}", fill="black")
+    picture.save(path)
+
+
 # -------------------------------------------------------------------------------- own pictures
 
 # What a picture's name ends with: torchvision's ImageFolder knows the first nine.
