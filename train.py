@@ -1573,14 +1573,13 @@ def train(args, checkpoint, device, log):
         if utils.rank_and_world_size()[0] == 0:
             utils.save_checkpoint(folder / file, {**current, **description})
 
-    if not args.resume or folder != Path(args.resume).parent:
-        save("last.pt")  # what cannot be written is known now, and not after an epoch
-
     # From here to the end Ctrl-C is a request, honoured after the next step.
     signals = []
     answer = answer_signals(signals, state, save, args.save_every, folder, log)
     inside = looking_inside(args, wrapped, optimizer, state, device, folder, log)
     with utils.caught_signals(signals), inside as (looks, log_row):
+        if not args.resume or folder != Path(args.resume).parent:
+            save("last.pt")  # what cannot be written is known now, and not after an epoch
         while state["epoch"] < epochs or state["row"]:
             if state["row"] is None:
                 progress = partial(show_progress, log, state["epoch"] + 1, epochs, about, split)

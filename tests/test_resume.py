@@ -142,7 +142,7 @@ def test_signal_ends_the_step_and_leaves_no_worker(name, status, folder):
     """Sent to the whole process group, as a terminal does, to the workers, as a scheduler does, and then all of it again."""
     flags = ("--epochs", "100000", "--batch-size", "8", "--workers", "2", "--out", "run")
     process = start(*flags, cwd=folder, before="import os; os.setsid()")
-    until((folder / "run/last.pt").exists, process)
+    until((folder / "run/metrics.csv").exists, process)
     workers = [int(pid) for pid in (Path("/proc") / f"{process.pid}/task/{process.pid}/children").read_text().split()]
     sent = time.monotonic()
     for _ in range(2):
