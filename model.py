@@ -24,7 +24,7 @@
                        measured_peak         the same, measured
 
 This file knows nothing of files or training, and imports torch alone. `python model.py` prints the
-tables of the last section for both networks.
+tables of the last section for both networks, with a number after it for batches of that size.
 
 Letters in shapes: B samples in a batch, C channels, H and W height and width, K classes; L tokens
 of the longest sample, T real tokens of all samples, V values of a patch, P positions in an image, d
@@ -1604,9 +1604,11 @@ def random_tokens(device, count):
     return tuple(tensor.to(device) for tensor in batch)
 
 
-def main():
-    """Prints for both networks what layers compute and keep, and what a training step holds."""
-    batch_size = 128
+def main(batch_size=128):
+    """Prints for both networks what layers compute and keep, and what a training step holds.
+
+    batch_size  a multiple of 128. Needs: what it calls.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # several would wait for each other where other programs are running
     networks = [
@@ -1621,14 +1623,15 @@ def main():
         if not special:
             print(f"each layer, without the layers inside of it, for a batch of {batch_size}:")
             print_layers(model, make_inputs(batch_size))
-        print(f"a step with a batch of {batch_size}, predicted from batches of 32 and 64:")
+        smaller = f"{batch_size // 4} and {batch_size // 2}"
+        print(f"a step with a batch of {batch_size}, predicted from batches of {smaller}:")
         print_memory(model, make_inputs, batch_size)
         print(flush=True)  # what is there can be read while the next network computes
 
 
 if __name__ == "__main__":
     try:
-        main()
+        main(*map(int, sys.argv[1:]))
         sys.stdout.flush()
     except BrokenPipeError:  # `python model.py | head` has read enough
         os._exit(0)  # a usual exit would try to write the rest, and complain
