@@ -1276,9 +1276,9 @@ def save_curve(path, points, width=640, height=400):
     """Draws points (x, y), x above 0 on a logarithmic axis, as a line in a PNG: the loss over the
     learning rate. The ends of both axes are written beside it.
 
-    Needs: math.
+    Needs: Image, math.
     """
-    from PIL import Image, ImageDraw  # here, for these take a second
+    from PIL import ImageDraw  # here: few need it
 
     xs = [math.log(x) for x, _ in points]
     ys = [y for _, y in points]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn as nn
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -277,6 +278,31 @@ RUNS = {
     "data.digit_steps": lambda f, folder: f(a_digit(folder))[-1][1].shape == (28, 28),
     "data.read_digit": lambda f, folder: torch.equal(f(a_digit(folder)), few[0][0]),
     "data.show_digit": lambda f, folder: f(a_digit(folder)) is None,
+    "data.save_curve": lambda f, folder: f(folder / "a.png", [(1e-3, 2.0), (1e-2, 1.0)]) is None,
+    "utils.NotFinite": lambda f, folder: str(f("x")) == "x",
+    "utils.profiled_steps": lambda f, folder: profiles(f, folder),
+    "utils.time_phases": lambda f, folder: len(f(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), CPU)[0]) == 4,
+    "utils.look_at_first": lambda f, folder: "data 50%" in f({"data": 1, "forward": 1, "backward": 0, "optimizer": 0}),
+    "utils.watched_gradients": lambda f, folder: watches(f, folder),
+    "utils.cause_of": lambda f, folder: f(1, 1e-3, 1e-3) is None,
+    "utils.first_not_finite": lambda f, folder: finds_infinity(f),
+    "utils.tensors_of": lambda f, folder: len(f((torch.ones(1), torch.ones(1, dtype=torch.int64)))) == 1,
+    "utils.draw_curves": lambda f, folder: f({"a": [(1, 2.0)]}, 3, 2)[0] == "a = a",
+    "utils.show_runs": lambda f, folder: f([a_run(folder)], lambda line: None) is None,
+    "utils.describe_curve": lambda f, folder: f("a", [], 5) == "a: 0 epochs",
+    "utils.show_checkpoint": lambda f, folder: f(a_file(folder), lambda line: None) is None,
+    "utils.compare_checkpoints": lambda f, folder: f(a_file(folder), folder / "a.pt", lambda line: None) == 0,
+    "utils.flat": lambda f, folder: f({"a": [1, {"b": 2}]}) == {"a.0": 1, "a.1.b": 2},
+    "utils.show_schedules": lambda f, folder: f() is None,
+    "train.call_all": lambda f, folder: f([lambda: None]) is None,
+    "train.check_ranks_agree": lambda f, folder: f(OFF) is None,
+    "train.range_test": lambda f, folder: len(f(*in_training(), low=1e-4, high=1e-2, steps=3)) == 3,
+    "train.suggested_rate": lambda f, folder: f([(1, 2.0), (2, 1.2), (3, 1.0)]) == 2,
+    "train.words_given": lambda f, folder: f(args, "amp") == "--width 4 ",
+    "train.learn_by_heart": lambda f, folder: f(*in_training()[:3], args, CPU, 2)[0] == 2,
+    "train.what_is_broken": lambda f, folder: "inputs" in f(*in_training()[:2], {name: 0 * p for name, p in model.SimpleCNN(2).named_parameters()}, args, CPU),
+    "train.explain_not_finite": lambda f, folder: f(*in_training()[:2], torch.optim.SGD([torch.ones(1)]), OFF, train.new_state(), args, CPU) is None,
+    "train.samples_not_finite": lambda f, folder: f(model.SimpleCNN(2), [(*batch, 4)], args, CPU, print) is None,
     "train.log_end": lambda f, folder: f({"loss": 1}, about, {"test": 9}, {"epoch": 1, "best": {"epoch": 1}, "metrics": [{"seconds": 1}]}, 2, folder, lambda line: None) is None,
     "train.begin_model": lambda f, folder: f(args, about, None, CPU, print).fc2.out_features == 10,
     "utils.free_what_errors_hold": lambda f, folder: f() is None,
@@ -316,6 +342,40 @@ RUNS = {
     "train.report": lambda f, folder: f({"accuracy": 1, "loss": 0}, about, 1, "x", print) is None,
     "train.show_progress": lambda f, folder: f(lambda line, over: None, 1, 2, about, {"train": 1}, "c") is None,
 }
+
+
+def in_training():
+    net = model.SimpleCNN(2)
+    loader = data.make_loader(data.Digits(*few), 10, collate=collate)
+    return net, loader, torch.optim.AdamW(net.parameters()), OFF, args, CPU
+
+
+def profiles(f, folder):
+    with f(folder / "a.json", 1, CPU, lambda line: None) as after_step:
+        torch.ones(3).sum()
+        after_step()
+    return (folder / "a.json").is_file()
+
+
+def watches(f, folder):
+    net, _, optimizer, *_ = in_training()
+    with f(net, optimizer, folder / "a.csv", 1, {"step": 0}, print):
+        net(batch[0]).sum().backward()
+        optimizer.step()
+    return len((folder / "a.csv").read_text().splitlines()) == 9
+
+
+def finds_infinity(f):
+    net = nn.Sequential(nn.Linear(1, 1), nn.Identity())
+    with f(net, print) as found:
+        net(torch.full((1, 1), torch.inf))
+    return found == ["0 (Linear)"]
+
+
+def a_run(folder):
+    (folder / "metrics.csv").write_text("epoch,train_loss,val_loss\n1,0.5,0.4\n")
+    (folder / "run.json").write_text('{"dataset": {"val": 5}}')
+    return folder
 
 
 PAPER = torch.full((28, 28), 0.8)
