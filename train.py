@@ -789,13 +789,16 @@ def evaluate(model, loader, device, amp="off", classes=0):
 
 # ---------------------------------------------------- 3. arguments
 
-# A checkpoint keeps the arguments of its run, so that --resume and --evaluate need no others. These
-# are not kept: they belong to one start of the program. A checkpoint may come from a stranger, and
-# must not say what is written where.
-ONCE = (
-    "device", "out", "dry_run", "resume", "init", "force", "evaluate", "export", "format",
-    "predict", "pictures", "split", "raw_images", "json", "find_lr", "overfit", "profile",
-    "log_grads", "tensorboard",
+# A checkpoint keeps these arguments of its run, so that --resume and --evaluate need no others:
+# what describes the data, the network and the training. All others belong to one start of the
+# program. A checkpoint may be a stranger's file, and must not say which verb runs and what is
+# written where. A flag of your own that a resume needs is added here.
+KEPT = (
+    "dataset", "image_size", "channels", "data_dir", "val_size", "workers", "augment", "balanced",
+    "stream", "model", "width", "dropout", "norm", "tokens", "attention_kernel", "quant_bits",
+    "grad_checkpoint", "epochs", "batch_size", "accum", "lr", "weight_decay", "schedule", "warmup",
+    "label_smoothing", "clip", "amp", "sync_bn", "compile", "channels_last", "deterministic",
+    "seed", "save_every", "teacher", "freeze",
 )
 
 
@@ -965,7 +968,7 @@ def build_parser():
     return parser
 
 
-def parse_args(argv=None, stored=None):
+def parse_args(argv=None, stored=None, source="the checkpoint"):
     """The arguments. What stands on the command line wins over `stored`, the arguments of a
     checkpoint, and these win over the defaults:
 
@@ -974,10 +977,12 @@ def parse_args(argv=None, stored=None):
         --lr        4e-3      1e-3     2e-3           2e-3
 
     argv    list of words; None: those that the program was started with
-    stored  dict of name and value; names that are in ONCE or that are no flags are left out
+    stored  dict of name and value; of these the names in KEPT are taken over. A flag that is newer
+            than the checkpoint has its default
+    source  the checkpoint, for a message
     returns a namespace; its `given` lists the names of those that stand on the command line
-    A wrong value ends the program with one line and status 2. Needs: NETWORKS, ONCE, build_parser,
-    argparse.
+    A wrong value ends the program with one line and status 2. Needs: NETWORKS, build_parser,
+    stored_as_words, argparse.
     """
     parser = build_parser()
 
@@ -991,10 +996,11 @@ def parse_args(argv=None, stored=None):
     given = [
         name for name, value in vars(parser.parse_args(argv, blank)).items() if value is not None
     ]
-    taken_over = {
-        key: value for key, value in (stored or {}).items() if key in names and key not in ONCE
-    }
-    parser.set_defaults(**taken_over)
+    if stored:
+        # They are checked like the flags of a command line: type, range and choice.
+        parser.error = lambda message: error_in_one_line(f"{source}: its argument {message}")
+        parser.set_defaults(**vars(parser.parse_args(stored_as_words(stored, names))))
+        parser.error = error_in_one_line
     args = parser.parse_args(argv)
     args.given = given
 
@@ -1027,13 +1033,33 @@ def parse_args(argv=None, stored=None):
 def stored_arguments(args):
     """The arguments that a checkpoint keeps, as a dict: what describes network, data and training.
 
-    Needs: ONCE.
+    Needs: KEPT.
     """
-    kept = {key: value for key, value in vars(args).items() if key not in ONCE}
-    kept.pop("given", None)
+    kept = {key: value for key, value in vars(args).items() if key in KEPT}
     # Where a flag was left to the machine, that is kept, and not what this machine made of it.
-    kept.update(kept.pop("asked", {}))
+    kept.update(getattr(args, "asked", {}))
     return kept
+
+
+def stored_as_words(stored, names):
+    """The arguments of a checkpoint as words of a command line: {"lr": 0.01, "augment": False}
+    becomes ["--lr=0.01", "--no-augment"]. None is no word: it stands for the default.
+
+    names  of the flags that there are. Needs: KEPT.
+    """
+    words = []
+    for name in KEPT:
+        value = stored.get(name)
+        flag = f"--{name.replace('_', '-')}"
+        if name not in names or value is None:
+            continue
+        if value is True:
+            words.append(flag)
+        elif value is False:
+            words.append(flag.replace("--", "--no-", 1))
+        else:
+            words.append(f"{flag}={value}"[:200])
+    return words
 
 
 def without_effect(args):
@@ -1092,6 +1118,77 @@ def trained_on(checkpoint, path):
             f"{path}: does not say what it was trained on; --init takes its weights"
         )
     return checkpoint["data"]
+
+
+def check_stored(checkpoint, path):
+    """UserError that names the key if a checkpoint says something about state or data that cannot
+    be. It may be a stranger's file, or one that somebody has edited.
+
+    Weights and the optimizer's averages are looked at in utils, arguments by the parser. What a
+    fork has added is not known here, and is left to it. Needs: check_about, new_state; UserError of
+    utils.
+    """
+
+    def check(is_right, key, value):
+        if not is_right:
+            raise utils.UserError(f"{path}: {key} cannot be {str(value)[:80]!r}")
+
+    for key, usual in {**new_state(), "world_size": 1}.items():
+        value = checkpoint.get(key, usual)
+        if type(usual) is int:
+            check(type(value) is int and 0 <= value < 10**12, key, value)
+    check(checkpoint.get("world_size", 1) != 0, "world_size", 0)
+    check(type(checkpoint.get("total_steps", 1)) in (int, float), "total_steps", "no number")
+    rows, ranks = checkpoint.get("metrics", []), checkpoint.get("this_rank", [])
+    check(isinstance(rows, list), "metrics", rows)
+    check(isinstance(ranks, list), "this_rank", ranks)
+    for sums in ranks:
+        parts = {"names", "sums", "finite_steps", "samples", "steps"}
+        check(sums is None or isinstance(sums, dict) and parts <= sums.keys(), "this_rank", sums)
+    for row in [*rows, *(checkpoint.get(key) for key in ("row", "best", "test"))]:
+        if row is None:
+            continue
+        check(isinstance(row, dict), "a row of metrics", row)
+        for name, value in row.items():
+            is_number = value is None or type(value) in (int, float)
+            check(isinstance(name, str) and is_number, f"{name} in a row of metrics", value)
+    about = checkpoint.get("data") or {}
+    check(isinstance(about, dict), "data", about)
+    if about:
+        check_about(about, check)
+
+
+def check_about(about, check):
+    """What a checkpoint says of its data set, see data.describe. check(is_right, key, value) raises
+    where it cannot be right.
+
+    Needs: nothing.
+    """
+    for key in ("name", "items"):
+        check(isinstance(about.get(key), str), f"data: {key}", about.get(key))
+    classes, shape = about.get("classes"), about.get("shape")
+    check(isinstance(classes, list) and classes, "data: classes", classes)
+    check(all(isinstance(name, str) for name in classes), "data: classes", classes)
+    is_shape = isinstance(shape, (list, tuple)) and len(shape) == 3
+    is_shape = is_shape and all(type(size) is int and 0 < size <= 4096 for size in shape)
+    check(is_shape, "data: shape", shape)
+    for key, least in (("mean", -1e6), ("std", 1e-12)):
+        values = about.get(key)
+        check(isinstance(values, list) and len(values) == shape[0], f"data: {key}", values)
+        for value in values:
+            is_number = type(value) in (int, float) and least <= value <= 1e6
+            check(is_number, f"data: {key}", values)
+
+
+def unpack_weights(weights, path):
+    """Weights of few bits as floats, see unpack_weights of model.py. UserError if they cannot be.
+
+    Needs: unpack_weights of networks; UserError of utils.
+    """
+    try:
+        return networks.unpack_weights(weights)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise utils.UserError(f"{path}: its packed weights are damaged: {error}") from None
 
 
 def check_same_kind(path, theirs, ours):
@@ -1220,7 +1317,8 @@ def load_teacher(args, about, device):
 
     It may be any network of this program that was trained on the same kind of data. It answers, and
     does not learn: its parameters ask for no gradients. Needs: NETWORKS, build_model,
-    check_same_kind, parse_args, prepare, silent, trained_on; load_checkpoint and load_weights of
+    check_same_kind, check_stored, parse_args, prepare, silent, trained_on, unpack_weights;
+    load_checkpoint and load_weights of
     utils; networks.
     """
     if not args.teacher:
@@ -1228,10 +1326,11 @@ def load_teacher(args, about, device):
     checkpoint = utils.load_checkpoint(args.teacher)
     theirs = trained_on(checkpoint, args.teacher)
     check_same_kind(args.teacher, theirs, about)
-    teacher_args = parse_args([], checkpoint.get("args"))
+    check_stored(checkpoint, args.teacher)
+    teacher_args = parse_args([], checkpoint.get("args"), args.teacher)
     # Built with the arguments that it was trained with: its width and kind may differ from ours.
     teacher = build_model(teacher_args, about)
-    utils.load_weights(teacher, networks.unpack_weights(checkpoint["model"]), args.teacher)
+    utils.load_weights(teacher, unpack_weights(checkpoint["model"], args.teacher), args.teacher)
     teacher = prepare(teacher.requires_grad_(False).eval(), args, device, silent)
     # Normalized by what the teacher was trained with, which may be another mean.
     return teacher, NETWORKS[teacher_args.model]["collate"](teacher_args, theirs)
@@ -1473,7 +1572,22 @@ def rescale_place(state, batch_before, batch_now, accum_before, accum_now):
     state["step"] = round(samples / (batch_now * accum_now))
 
 
-def choose_folder(args, about, state):
+def load_best(path, model, state):
+    """The checkpoint of the best epoch. UserError if it is not the one that `state` speaks of.
+
+    While a run goes on somebody may put another file there. Of another network it does not fit, and
+    that is better known before the epochs than after them. Of another run it fits, and would be
+    tested in place of ours; but it speaks of another best epoch. Needs: UserError, load_checkpoint
+    and load_weights of utils, copy.
+    """
+    checkpoint = utils.load_checkpoint(path)
+    utils.load_weights(copy.deepcopy(model), checkpoint["model"], path)
+    if checkpoint.get("best") != state["best"]:
+        raise utils.UserError(f"{path}: not of this run, whose best epoch has other figures")
+    return checkpoint
+
+
+def choose_folder(args, about, state, model, log):
     """The folder of the run, on all ranks: the one that is resumed, or a new one.
 
     Rank 0 makes it and tells the others its name: two ranks that look for the next free number at
@@ -1481,15 +1595,18 @@ def choose_folder(args, about, state):
 
     The best weights of a run that goes on are read here, though they are needed at the end: if they
     are damaged, that is better known now. A run that goes on elsewhere takes them along.
-    Needs: broadcast_from_rank_0, load_checkpoint, new_folder, rank_and_world_size and
-    save_checkpoint of utils, Path.
+    Needs: load_best; broadcast_from_rank_0, new_folder, rank_and_world_size and save_checkpoint of
+    utils, Path.
     """
     best = None
     if args.resume:
         # Where the checkpoint lies, and not what its arguments say: it may have been moved.
         folder = Path(args.resume).parent
+        if state["best"] and not (folder / "best.pt").exists():
+            log(f"{folder}: no best.pt in it; the best epoch is chosen among those to come")
+            state["best"] = None
         if state["best"]:
-            best = utils.load_checkpoint(folder / "best.pt")
+            best = load_best(folder / "best.pt", model, state)
         if Path(args.out or folder).resolve() == folder.resolve():
             return folder
     folder = None
@@ -1572,7 +1689,7 @@ def train(args, checkpoint, device, log):
         resume_run(checkpoint, args, state, model, optimizer, scaler, device, log)
         if state["epoch"] >= epochs and state["test"]:
             return log(f"{args.resume}: nothing to do, {state['epoch']} epochs are done")
-    folder = choose_folder(args, about, state)
+    folder = choose_folder(args, about, state, model, log)
     announce(args, model, about, split, device, steps, epochs, folder, log)
     description = describe_run(args, about, split)
 
@@ -1610,7 +1727,7 @@ def train(args, checkpoint, device, log):
 
         # All choices are made: now, and only now, the test set.
         classes = count_classes(test_loader.dataset)
-        result = test_best(folder, model, test_loader, device, args.amp, classes)
+        result = test_best(folder, model, state, test_loader, device, args.amp, classes)
         state["test"] = without_counts(result)
         save("last.pt")
         write_tables(folder, args, state, split, device, model)
@@ -1909,16 +2026,16 @@ def count_classes(dataset):
     return 0 if dataset.labels.is_floating_point() else len(dataset.classes)
 
 
-def test_best(folder, model, test_loader, device, amp, classes):
+def test_best(folder, model, state, test_loader, device, amp, classes):
     """Evaluates the weights that the validation set has chosen on the test set.
 
     They are loaded into a copy: the last.pt that is saved afterwards keeps those of the last epoch,
-    from which the run can go on. Needs: evaluate, copy;
-    broadcast_from_rank_0, load_checkpoint, load_weights and rank_and_world_size of utils.
+    from which the run can go on. Needs: evaluate, load_best, copy; broadcast_from_rank_0,
+    load_weights and rank_and_world_size of utils.
     """
     weights = None
     if utils.rank_and_world_size()[0] == 0:
-        weights = utils.load_checkpoint(folder / "best.pt")["model"]
+        weights = load_best(folder / "best.pt", model, state)["model"]
     chosen = copy.deepcopy(model)
     utils.load_weights(chosen, utils.broadcast_from_rank_0(weights))
     return evaluate(chosen, test_loader, device, amp, classes)
@@ -2560,11 +2677,12 @@ def main(argv=None):
         if args.predict:
             path = args.predict[0]
         if path:
-            checkpoint = utils.load_checkpoint(path)
-            checkpoint["model"] = networks.unpack_weights(checkpoint["model"])
+            checkpoint = utils.load_checkpoint(path, bare=bool(args.init))
+            check_stored(checkpoint, path)
+            checkpoint["model"] = unpack_weights(checkpoint["model"], path)
             # --init takes weights into a run of its own; all others go on with the same arguments.
             if not args.init:
-                args = parse_args(argv, checkpoint.get("args"))
+                args = parse_args(argv, checkpoint.get("args"), path)
         # First the device, then the ranks: each needs a GPU of its own.
         device = utils.pick_device(args.device)
         rank, world_size, device = utils.init_distributed(device)

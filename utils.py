@@ -30,8 +30,10 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
+import stat
 import sys
 import threading
 import time
@@ -68,21 +70,33 @@ class NotFinite(UserError):
 def one_line(*kinds, program="train.py"):
     """Ends the program with status 2 and one line on standard error for an error of these kinds.
 
-    Every other error passes, with its traceback. Needs: contextmanager, sys.
+    Every other error passes, with its traceback. Needs: contextmanager, printable, sys.
     """
     try:
         yield
     except kinds as error:
-        line = " ".join(str(error).split())
+        line = printable(" ".join(str(error).split()))
+        if len(line) > 600:  # a list of all layers that do not fit
+            line = f"{line[:400]} ... {line[-150:]}"
         print(f"{program}: error: {line}", file=sys.stderr)
         sys.exit(2)
+
+
+def printable(text):
+    """The text with all that a terminal would obey, and not show, escaped: "\\x1b[31m" in place of
+    what turns it red.
+
+    Names of classes and keys come out of files, which may be a stranger's. Needs: nothing.
+    """
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def show(line, over=False):
     """Prints `line`. With `over`, on a terminal, the next line that `show` prints takes its place.
 
-    Needs: shutil, sys.
+    Needs: printable, shutil, sys.
     """
+    line = printable(line)
     if not sys.stdout.isatty():
         print(line, flush=True)
         return
@@ -470,8 +484,8 @@ def restore(
     The optimizer comes back as it was, hyperparameters included. With another number of ranks than
     before, the random states and state["this_rank"] belong to nobody: the generators stay as they
     are, this_rank becomes None, and a line says so. UserError if the checkpoint is of another
-    network or another class of optimizer, or is not whole. Needs: UserError, copied, load_weights,
-    rank_and_world_size, set_rng_state, torch.
+    network or another class of optimizer, or is not whole. Needs: UserError, check_optimizer_state,
+    copied, load_weights, rank_and_world_size, set_rng_state, torch.
     """
     parts = {"model", "optimizer", "optimizer_class", "scaler", "rng", "this_rank", "state_keys"}
     missing = parts - checkpoint.keys()
@@ -486,27 +500,52 @@ def restore(
             "--init takes its weights alone"
         )
     load_weights(model, checkpoint["model"], source)
-    try:
-        optimizer.load_state_dict(copied(checkpoint["optimizer"]))
-    except ValueError as error:
-        raise UserError(f"{source}: its optimizer does not fit: {error}") from None
-    # One of the two is empty if fp16 comes or goes.
-    if scaler and scaler.is_enabled() and checkpoint["scaler"]:
-        scaler.load_state_dict(checkpoint["scaler"])
-
     rank, world_size = rank_and_world_size()
     own = None
-    if len(checkpoint["rng"]) == world_size:
-        own = copied(checkpoint["this_rank"][rank])
-        set_rng_state(checkpoint["rng"][rank], device, log)
-    else:
-        log(
-            f"{len(checkpoint['rng'])} processes in the checkpoint, {world_size} here: "
-            "random states start from the seed"
-        )
+    try:
+        optimizer.load_state_dict(copied(checkpoint["optimizer"]))
+        check_optimizer_state(optimizer)
+        # One of the two is empty if fp16 comes or goes.
+        if scaler and scaler.is_enabled() and checkpoint["scaler"]:
+            scaler.load_state_dict(checkpoint["scaler"])
+        if len(checkpoint["rng"]) == world_size:
+            own = copied(checkpoint["this_rank"][rank])
+            set_rng_state(checkpoint["rng"][rank], device, log)
+        else:
+            log(
+                f"{len(checkpoint['rng'])} processes in the checkpoint, {world_size} here: "
+                "random states start from the seed"
+            )
+        restored = {key: copied(checkpoint[key]) for key in checkpoint["state_keys"]}
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        # What is read here is data, and whatever is wrong with them is the file's fault.
+        raise UserError(f"{source}: its state does not fit: {type(e).__name__}: {e}") from None
     if state is not None:
-        state.update({key: copied(checkpoint[key]) for key in checkpoint["state_keys"]})
+        state.update(restored)
         state["this_rank"] = own
+
+
+def check_optimizer_state(optimizer):
+    """ValueError unless the averages that an optimizer holds are complete, have the shapes of their
+    parameters, and are finite. A fused kernel takes that for granted, and reads whatever memory
+    follows.
+
+    Needs: torch.
+    """
+    names = {name for values in optimizer.state.values() for name in values}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            values = optimizer.state.get(parameter, {})
+            if values and values.keys() != names:
+                raise ValueError(f"no {', '.join(names - values.keys())} for one of the parameters")
+            for name, value in values.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                if value.shape not in (parameter.shape, ()) or value.is_sparse:
+                    shapes = f"{tuple(value.shape)}, its parameter {tuple(parameter.shape)}"
+                    raise ValueError(f"{name} of the optimizer has the shape {shapes}")
+                if not value.isfinite().all():
+                    raise ValueError(f"{name} of the optimizer is not finite")
 
 
 def copied(value):
@@ -694,30 +733,62 @@ def save_checkpoint(path, checkpoint):
     write_atomically(path, lambda file: file.write(content.getbuffer()))
 
 
-def load_checkpoint(path):
+def load_checkpoint(path, bare=False):
     """The dict that save_checkpoint wrote, with all tensors on the CPU. UserError, with the reason,
     for anything else.
 
     weights_only: a pickle can run any program when it is opened; this way only tensors and plain
     types come in. The checksums are compared first, which torch.load does not do: a flipped bit
-    would be a wrong weight. Needs: UserError, zipfile, torch.
+    would be a wrong weight. A file that would unpack to more than its own size is refused, for a
+    checkpoint is stored, not compressed: a few kilobytes could become all of the memory.
+
+    bare  a state_dict alone will do, and is returned as {"model": state_dict}
+    Needs: UserError, check_weights, os, re, stat, zipfile, torch.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # to open a named pipe is to wait
+            raise ValueError("no regular file")
         with zipfile.ZipFile(path) as archive:
+            size = sum(part.file_size for part in archive.infolist())
+            if size > os.path.getsize(path):
+                raise ValueError(f"compressed, to unpack it would take {size:,} bytes")
             broken = archive.testzip()
         if broken:
             raise ValueError(f"the checksum of {broken} is wrong")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        parts = [checkpoint["model"], checkpoint.get("args", {}), *checkpoint["model"].values()]
-        if not all(isinstance(part, (dict, torch.Tensor)) for part in parts):
-            raise ValueError("its model or args are no dict of tensors")
+        if all(isinstance(value, torch.Tensor) for value in checkpoint.values()):
+            if not bare:
+                raise ValueError("a bare state_dict, which --init takes")
+            checkpoint = {"model": dict(checkpoint)}
+        check_weights(checkpoint["model"])
+        if not isinstance(checkpoint.get("args", {}), dict):
+            raise ValueError("its args are no dict")
     except OSError as error:  # it is absent, a folder, or not permitted, and says so itself
         raise UserError(str(error)) from None
     # A damaged file raises one of a dozen types, depending on where the damage is.
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        refused = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+        if refused:
+            reason = (
+                f"it holds a {refused[1]}, which torch.load does not read; if you trust the file, "
+                "torch.serialization.add_safe_globals allows it"
+            )
         raise UserError(f"{path}: not a checkpoint of this program, or damaged: {reason}") from None
     return checkpoint
+
+
+def check_weights(weights):
+    """ValueError that names the key unless all of a state_dict are finite tensors, or dicts, which
+    are weights of few bits with a scale above 0. Needs: nothing.
+    """
+    for key, value in weights.items():
+        if isinstance(value, dict):
+            if not (value["scale"] > 0).all():
+                raise ValueError(f"the scale of {key} is not above 0")
+            value = value["scale"]
+        if value.is_floating_point() and not value.isfinite().all():
+            raise ValueError(f"{key} is not finite")
 
 
 def versions():

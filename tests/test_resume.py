@@ -429,12 +429,24 @@ def test_evaluate_and_export_read_no_training_images(tmp_path, monkeypatch, capf
     assert "best.int8.pt" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("damage", ["cut", "absent"])
+def test_a_run_without_its_best_weights_goes_on(folder, capfd):
+    train.main([*FLAGS, "--out", "run"])
+    Path("run/best.pt").unlink()
+    train.main(["--resume", "run/last.pt", "--epochs", "4"])
+    out = capfd.readouterr().out
+    assert "run: no best.pt in it; the best epoch is chosen among those to come" in out and "run/best.pt, of epoch 4" in out
+
+
+@pytest.mark.parametrize("damage", ["cut", "another network", "another run"])
 def test_best_weights_are_looked_at_before_a_run_goes_on(damage, folder, capfd):
     train.main([*FLAGS, "--out", "run"])
     best = Path("run/best.pt")
-    content = best.read_bytes()
-    best.unlink() if damage == "absent" else best.write_bytes(content[:1000])
+    if damage == "cut":
+        best.write_bytes(best.read_bytes()[:1000])
+    else:
+        other = ["--width", "4"] if damage == "another network" else ["--seed", "1"]
+        train.main([*FLAGS, *other, "--out", "other"])
+        best.write_bytes(Path("other/best.pt").read_bytes())
     capfd.readouterr()
     with pytest.raises(SystemExit) as end:
         train.main(["--resume", "run/last.pt", "--epochs", "4"])
