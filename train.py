@@ -63,9 +63,10 @@ import copy
 import json
 import math
 import shlex
+import shutil
 import sys
 import time
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -174,10 +175,26 @@ NETWORKS = {
 
 
 def build_model(args, about):
-    """The network that the arguments ask for, with quantized weights if they say so. Needs:
-    NETWORKS, networks.
+    """The network that the arguments ask for, with quantized weights if they say so.
+
+    First it is built on the device "meta", whose tensors have shapes and no memory: a --width of a
+    million is found out by that, and not when the machine has nothing left. UserError if weights,
+    gradients and Adam's two averages are more than that. Needs: NETWORKS, networks; memory_left of
+    data, UserError of utils, torch.
     """
-    model = NETWORKS[args.model]["build"](args, about)
+    build = NETWORKS[args.model]["build"]
+    try:
+        with torch.device("meta"):
+            count = networks.count_parameters(build(args, about))
+    except RuntimeError:  # a shape whose product is no 64-bit number
+        count = 10**18
+    left = data.memory_left()
+    if left is not None and 4 * 4 * count > left:
+        raise utils.UserError(
+            f"--width {args.width}: {count:,} parameters, to train them takes {16 * count:,} bytes "
+            f"of memory, and {left:,} are left"
+        )
+    model = build(args, about)
     if args.quant_bits:
         model = networks.quantize(model, args.quant_bits)
     return model
@@ -504,8 +521,8 @@ def train_one_epoch(
     UserError, with epoch and step, if loss or gradient is not finite, if fp16 never finds a scale,
     or if there is nothing to train on.
     Needs: backward_window, begin_epoch, draw_window, end_of_epoch, new_state, optimizer_step,
-    progress_line, record, samples_of_ranks, training_mode; UserError, lr_at and to_device of utils;
-    math, sys, time, torch.
+    progress_line, record, samples_of_ranks, training_mode; UserError, lr_at, on_terminal and
+    to_device of utils; math, time, torch.
     """
     # Whoever copies this function begins with an empty dict, and keeps it from epoch to epoch.
     for key, value in new_state().items():
@@ -542,7 +559,7 @@ def train_one_epoch(
 
         # The only place in the loop that waits for the device, and only when a line is due.
         now = time.perf_counter()
-        if now - printed > (0.2 if sys.stdout.isatty() else 5.0):
+        if now - printed > (0.2 if utils.on_terminal() else 5.0):
             printed = now
             log(progress_line(state, index + 1, windows, now - started, seen, optimizer))
         if after_step:
@@ -824,14 +841,14 @@ def build_parser():
     # decides which epoch is taken. 5,000 samples of which 99 % are right tell two epochs apart that
     # differ by some 0.3 %: twice sqrt(0.99 x 0.01 / 5,000).
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", default="auto", metavar="NAME",
+    add("--dataset", default="auto", type=utils.file_path, metavar="NAME",
         help="mnist, fashion-mnist, sample, or a folder with a folder of pictures for each class; "
         "auto (default): mnist if it is in --data-dir or can be downloaded, else the sample")
     add("--image-size", default=28, type=utils.number(int, 4, 4096), metavar="N",
         help="pictures of a folder are resized to N x N pixels (default 28)")
     add("--channels", type=int, choices=(1, 3),
         help="of pictures of a folder: grey or colour (default: what most of them are)")
-    add("--data-dir", default="data", metavar="DIR",
+    add("--data-dir", type=utils.file_path, default="data", metavar="DIR",
         help="where data sets lie or are downloaded to (default data)")
     add("--val-size", default=5000, type=whole, metavar="N",
         help="held out, at most a twelfth; 0: none (default 5000)")
@@ -907,7 +924,7 @@ def build_parser():
     # Who is stopped by a scheduler need not ask for --save-every: a signal saves. It is for
     # machines that go without one, and costs a write of all weights and averages each time.
     add = parser.add_argument_group("run").add_argument
-    add("--out", metavar="DIR",
+    add("--out", type=utils.file_path, metavar="DIR",
         help="the run's folder (default runs/<data>-<model>-<n>, the next free n)")
     add("--seed", default=0, type=utils.number(int, 0, 2**32 - 1),
         help="of all random numbers (default 0)")
@@ -915,7 +932,7 @@ def build_parser():
         help="one epoch of two training batches, then a small test (default off)")
     add("--save-every", default=0, type=whole, metavar="N",
         help="write last.pt every N steps, too; 0: off (default 0)")
-    add("--teacher", metavar="CKPT",
+    add("--teacher", type=utils.file_path, metavar="CKPT",
         help="learn from the answers of this network, too (default none)")
     add("--profile", **switch,
         help="what the time goes into, operation by operation, and trace.json (default off)")
@@ -923,8 +940,9 @@ def build_parser():
         help="every N steps size and movement of each layer, gradients.csv; 0: off (default 0)")
     add("--tensorboard", **switch,
         help="write each epoch's figures for TensorBoard, too (default off)")
-    add("--resume", metavar="CKPT",
-        help="go on from this checkpoint; its arguments are the defaults (default none)")
+    add("--resume", type=utils.file_path, metavar="CKPT",
+        help="go on from this checkpoint; its arguments are the defaults; "
+        "auto: from last.pt in --out, if it is there (default none)")
 
     # What follows are the verbs beside training, each with the flags that belong to it. Training
     # from --init is another run, for which only weights come from the checkpoint.
@@ -938,14 +956,14 @@ def build_parser():
         help="can it learn N samples by heart? If not, why (default none; try 64)")
 
     add = parser.add_argument_group("begin with the weights of another run").add_argument
-    add("--init", metavar="CKPT",
+    add("--init", type=utils.file_path, metavar="CKPT",
         help="begin with the weights of this checkpoint that fit (default none)")
     add("--force", **switch, help="although less than half of them fit (default off)")
     add("--freeze", metavar="NAME",
         help="freeze parameters whose names start with NAME, such as conv (default none)")
 
     add = parser.add_argument_group("evaluate, and do not train").add_argument
-    add("--evaluate", metavar="CKPT",
+    add("--evaluate", type=utils.file_path, metavar="CKPT",
         help="evaluate this checkpoint, and draw mistakes.png beside it (default none)")
     add("--split", default="test", choices=("val", "test"),
         help="on which part of the data (default test)")
@@ -953,14 +971,14 @@ def build_parser():
         help="attention: save where it looked, attention.png (default off)")
 
     add = parser.add_argument_group("answer, and do not train").add_argument
-    add("--predict", metavar=("CKPT", "PICTURE"), nargs="+",
+    add("--predict", type=utils.file_path, metavar=("CKPT", "PICTURE"), nargs="+",
         help="answer for pictures, or folders of them (default none)")
     add("--raw-images", **switch,
         help="digits: pictures are prepared as MNIST's are (default off)")
     add("--json", **switch, help="one JSON object a line (default off)")
 
     add = parser.add_argument_group("export, and do not train").add_argument
-    add("--export", metavar="CKPT",
+    add("--export", type=utils.file_path, metavar="CKPT",
         help="write this checkpoint in --format, beside it (default none)")
     add("--format", default="int8", choices=("int8", *utils.EXPORTS),
         help="int8 (default): weights as integers of --quant-bits, else 8; or a file "
@@ -1374,7 +1392,8 @@ def prepare(model, args, device, log):
         NCHW            all of channel 0, then all of channel 1, ...      R R R R G G G G B B B B
         channels-last   all channels of pixel 0, then of pixel 1, ...     R G B R G B R G B R G B
 
-    Only the strides differ, shapes stay. On a CPU a step is 1.4 times as fast. Needs: torch.
+    Only the strides differ, shapes stay. On a CPU a step is 1.3 times as fast. UserError if there
+    is no compiler for --compile. Needs: UserError of utils, os, shutil, torch.
     """
     layout = torch.contiguous_format
     if args.channels_last and device.type != "mps":  # there some operations return wrong values
@@ -1385,6 +1404,9 @@ def prepare(model, args, device, log):
     elif args.sync_bn:
         model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     # Compiled at the first call, which takes a minute: it pays off in long runs on a GPU.
+    compilers = (os.environ.get("CXX", ""), "g++", "clang++", "cl")
+    if args.compile and device.type == "cpu" and not any(map(shutil.which, compilers)):
+        raise utils.UserError("--compile: needs a C++ compiler such as g++, and there is none")
     if args.compile:
         model.compile()  # in place: torch.compile(model) would put _orig_mod. before every key
     return model
@@ -1703,7 +1725,8 @@ def train(args, checkpoint, device, log):
     signals = []
     answer = answer_signals(signals, state, save, args.save_every, folder, log)
     inside = looking_inside(args, wrapped, optimizer, state, device, folder, log)
-    with utils.caught_signals(signals), inside as (looks, log_row):
+    claim = utils.claimed(folder) if utils.rank_and_world_size()[0] == 0 else nullcontext()
+    with claim, utils.caught_signals(signals), inside as (looks, log_row):
         if not args.resume or folder != Path(args.resume).parent:
             save("last.pt")  # what cannot be written is known now, and not after an epoch
         while state["epoch"] < epochs or state["row"]:
@@ -1864,12 +1887,13 @@ def answer_signals(signals, state, save, save_every, folder, log):
 def leave_if_asked(number, state, folder, log):
     """Ends the program with the status that a shell expects after signal `number`, 128 + number; if
     it is 0, nothing happens. All that the run is has been saved. Needs: resume_command;
-    rank_and_world_size of utils, signal, sys.
+    rank_and_world_size and show_at_last of utils, signal, sys.
     """
     if number:
         name = signal.Signals(number).name
         command = resume_command(folder, utils.rank_and_world_size()[1])
-        log(f"stopped by {name} after step {state['step']:,}; to go on: {command}")
+        line = f"stopped by {name} after step {state['step']:,}; to go on: {command}"
+        utils.show_at_last(line, log)
         sys.exit(128 + number)
 
 
@@ -2669,7 +2693,11 @@ def main(argv=None):
     other units in each.
     """
     with utils.one_line(utils.UserError, data.DataError):
+        utils.LOST.clear()  # this may be another cell of a notebook
+        with suppress(AttributeError, ValueError):  # a locale that cannot write a folder's name
+            sys.stdout.reconfigure(errors="backslashreplace")
         args = parse_args(argv)
+        args.resume = resumed_automatically(args)
         if args.tensorboard:
             summary_writer()  # a missing package is said now, and not when all has been loaded
         checkpoint = None
@@ -2683,6 +2711,7 @@ def main(argv=None):
             # --init takes weights into a run of its own; all others go on with the same arguments.
             if not args.init:
                 args = parse_args(argv, checkpoint.get("args"), path)
+                args.resume = resumed_automatically(args)
         # First the device, then the ranks: each needs a GPU of its own.
         device = utils.pick_device(args.device)
         rank, world_size, device = utils.init_distributed(device)
@@ -2707,6 +2736,21 @@ def main(argv=None):
             sys.exit(overfit(args, checkpoint, device, log))
         else:
             train(args, checkpoint, device, log)
+
+
+def resumed_automatically(args):
+    """The checkpoint to go on with: that of --resume; for "auto" the last.pt of --out, if there is
+    one.
+
+    So the same command begins a run and goes on with it, which is what torchrun --max-restarts and
+    schedulers need, who start a job again as it was. Needs: UserError of utils, Path.
+    """
+    if args.resume != "auto":
+        return args.resume
+    if not args.out:
+        raise utils.UserError("--resume auto: needs --out, the folder in which it looks")
+    last = Path(args.out) / "last.pt"
+    return str(last) if last.exists() else None
 
 
 def silent(line, over=False):

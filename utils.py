@@ -94,18 +94,58 @@ def printable(text):
 def show(line, over=False):
     """Prints `line`. With `over`, on a terminal, the next line that `show` prints takes its place.
 
-    Needs: printable, shutil, sys.
+    Needs: lose_output, on_terminal, printable, shutil, sys.
     """
     line = printable(line)
-    if not sys.stdout.isatty():
-        print(line, flush=True)
-        return
-    width = shutil.get_terminal_size().columns - 1
-    if over:
-        line = line[:width].ljust(width)  # a longer line would wrap, and stay
-        print("\r" + line, end="", flush=True)
-    else:
-        print("\r" + line.ljust(width), flush=True)
+    end = "\n"
+    if on_terminal():
+        width = shutil.get_terminal_size().columns - 1
+        if over:
+            line = line[:width]  # a longer one would wrap, and stay
+            end = ""
+        line = "\r" + line.ljust(width)
+    try:
+        print(line, end=end)
+        if hasattr(sys.stdout, "flush"):
+            sys.stdout.flush()
+    except (OSError, ValueError):
+        lose_output()
+
+
+def on_terminal():
+    """Whether somebody sits before a terminal. In a notebook, or without any standard output, the
+    answer is no. Needs: sys.
+    """
+    try:
+        return sys.stdout.isatty()
+    except (AttributeError, ValueError):  # None, an object with write alone; a closed file
+        return False
+
+
+LOST = []  # something in it: nobody reads what is printed any more
+
+
+def lose_output():
+    """Goes on without standard output, which takes nothing any more: a failed print is no failed
+    training. `| head -1` has read enough, a terminal was closed, a disk is full behind `>`.
+
+    What is still in a buffer goes to nowhere with all that follows, for else Python would try to
+    write it at its end, and complain. Needs: LOST, os, sys, suppress.
+    """
+    LOST.append(True)
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def show_at_last(line, log):
+    """Shows a line that somebody has to read: on standard error, where standard output is lost.
+
+    Ctrl-C ends `tee`, too. Needs: LOST, sys, suppress.
+    """
+    log(line)
+    if LOST:
+        with suppress(OSError, ValueError):
+            print(line, file=sys.stderr)
 
 
 # ---------------------------------------------------- 2. device and seeds
@@ -822,6 +862,12 @@ def init_distributed(device, log=print):
         if device.type == "cuda":
             torch.cuda.set_device(device)  # the default device from here on
         return 0, 1, device
+    names = ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    if device.type == "cuda":
+        names.append("LOCAL_RANK")
+    missing = ", ".join(name for name in names if name not in os.environ)
+    if missing:
+        raise UserError(f"RANK is set in the environment, and no {missing}: torchrun sets them all")
     if device.type in ("mps", "xpu"):
         log(f"several processes on {device.type}: gloo takes no tensors from there, so on the CPU")
         device = torch.device("cpu")
@@ -837,7 +883,11 @@ def init_distributed(device, log=print):
         backend, options = "cpu:gloo,cuda:nccl", {"device_id": device}
     # Before there is a group: leave_distributed says why.
     importlib.import_module("torch.distributed.nn")
-    dist.init_process_group(backend, **options)
+    try:
+        dist.init_process_group(backend, **options)
+    except dist.DistError as error:  # a port that is taken, a host that does not answer
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UserError(f"the processes cannot meet at {where}: {error}") from None
     return dist.get_rank(), dist.get_world_size(), device
 
 
@@ -964,6 +1014,43 @@ def number(kind, low, high):
 
     parse.__name__ = kind.__name__  # argparse names the type in its message
     return parse
+
+
+def file_path(text):
+    """A type for argparse: a path, in which ~ is the home folder. An empty one is an error:
+    `--resume "$CHECKPOINT"` with a variable that is not set would be a new training.
+
+    Needs: argparse, os.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("an empty path")
+    return os.path.expanduser(text)
+
+
+@contextmanager
+def claimed(folder):
+    """Keeps a folder for this run, as long as it lasts. UserError if another one has it: two runs
+    that write the same files would both end well, and leave a mixture.
+
+    It is a lock on the folder itself, which the system takes back when a process ends, however that
+    happens. Where there are no such locks nothing is claimed. Needs: UserError, contextmanager, os,
+    suppress.
+    """
+    handle = None
+    with suppress(ImportError, OSError):  # Windows; a file system without locks
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise UserError(f"{folder}: another run is writing into it") from None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def new_folder(out, name):

@@ -10,6 +10,10 @@ import pytest
 # that have work: a test of 2 s then takes 20. Passive ones sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Whoever runs the tests inside of a job has some of these, and is no rank.
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+
 # Bits, ranks and defaults are tested on the CPU, also where there are GPUs. GPU_TESTS=1 shows them to tests/test_gpu.py.
 if "GPU_TESTS" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

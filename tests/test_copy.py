@@ -164,6 +164,11 @@ RUNS = {
     "utils.number": lambda f, folder: f(int, 0, 9)("7") == 7,
     "utils.one_line": lambda f, folder: ends_with_2(f),
     "utils.show": lambda f, folder: f("line") is None,
+    "utils.on_terminal": lambda f, folder: f() in (True, False),
+    "utils.show_at_last": lambda f, folder: f("line", print) is None,
+    "utils.file_path": lambda f, folder: f("~/a") == os.path.expanduser("~/a"),
+    "utils.claimed": lambda f, folder: claims(f, folder),
+    "train.resumed_automatically": lambda f, folder: f(args) is None,
     "utils.pick_device": lambda f, folder: f("cpu").type == "cpu",
     "utils.pick_amp": lambda f, folder: f(None, CPU) == "off",
     "utils.autocast": lambda f, folder: computes_in(f, "bf16") == torch.bfloat16 and computes_in(f, "off") == torch.float32,
@@ -408,6 +413,13 @@ def two_classes(folder):
         for index in range(10):
             Image.new("L", (3, 2), grey).save(folder / name / f"{index}.png")
     return folder
+
+
+def claims(f, folder):
+    with f(folder), pytest.raises(Exception, match="another run is writing into it"), f(folder):
+        pass
+    with f(folder):
+        return True
 
 
 def exports(f):
