@@ -835,6 +835,9 @@ def collate_default(batch):
     return batch
 
 
+PATIENCE = 600  # seconds that a worker may take for a batch, before it counts as lost
+
+
 def make_loader(
     dataset, batch_size, sampler=None, workers=0, pin_memory=False, seed=0, collate=None
 ):
@@ -855,7 +858,7 @@ def make_loader(
     collate     for Digits a partial(collate_images, mean=..., std=...); None: collate_default,
                 so batches of Digits stay as they are, and other data sets get torch's default
 
-    Needs: torch, DataLoader, IterableDataset; DigitStream, collate_default, seed_worker.
+    Needs: torch, DataLoader, IterableDataset; DigitStream, PATIENCE, collate_default, seed_worker.
     """
     if collate is None:
         collate = collate_default
@@ -877,6 +880,7 @@ def make_loader(
         worker_init_fn=seed_worker,
         persistent_workers=persistent,
         generator=generator,
+        timeout=PATIENCE if workers else 0,
     )
 
 

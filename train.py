@@ -175,26 +175,10 @@ NETWORKS = {
 
 
 def build_model(args, about):
-    """The network that the arguments ask for, with quantized weights if they say so.
-
-    First it is built on the device "meta", whose tensors have shapes and no memory: a --width of a
-    million is found out by that, and not when the machine has nothing left. UserError if weights,
-    gradients and Adam's two averages are more than that. Needs: NETWORKS, networks; memory_left of
-    data, UserError of utils, torch.
+    """The network that the arguments ask for, with quantized weights if they say so. Needs:
+    NETWORKS, networks.
     """
-    build = NETWORKS[args.model]["build"]
-    try:
-        with torch.device("meta"):
-            count = networks.count_parameters(build(args, about))
-    except RuntimeError:  # a shape whose product is no 64-bit number
-        count = 10**18
-    left = data.memory_left()
-    if left is not None and 4 * 4 * count > left:
-        raise utils.UserError(
-            f"--width {args.width}: {count:,} parameters, to train them takes {16 * count:,} bytes "
-            f"of memory, and {left:,} are left"
-        )
-    model = build(args, about)
+    model = NETWORKS[args.model]["build"](args, about)
     if args.quant_bits:
         model = networks.quantize(model, args.quant_bits)
     return model
@@ -458,14 +442,24 @@ def draw_window(batches, accum, padding):
     for the first step of the next epoch.
 
     padding  how many samples at the end of the window's last batch only make the ranks equal
-    Needs: split_batch, own_memory, count_samples; map_tensors of utils; islice.
+    LostWorker if a process that loads data is lost. Needs: split_batch, own_memory, count_samples;
+    LostWorker and map_tensors of utils; islice.
     """
     window = []
-    for batch in islice(batches, accum):
-        if accum > 1:
-            batch = utils.map_tensors(own_memory, batch)
-        inputs, targets = split_batch(batch)
-        window.append((inputs, targets, count_samples(targets)))
+    try:
+        for batch in islice(batches, accum):
+            if accum > 1:
+                batch = utils.map_tensors(own_memory, batch)
+            inputs, targets = split_batch(batch)
+            window.append((inputs, targets, count_samples(targets)))
+    except RuntimeError as error:
+        # What torch raises where a worker was killed (mostly for want of memory), or where one has
+        # been waited for in vain (with a /dev/shm that is too small it waits for ever).
+        reason = str(error).splitlines()[0]
+        if "DataLoader worker" not in reason and "DataLoader timed out" not in reason:
+            raise  # an error of the data set itself
+        remedy = "fewer of them, or 0, need less memory"
+        raise utils.LostWorker(f"--workers: {reason}; {remedy}") from None
     if window and padding:
         inputs, targets, real = window.pop()
         window.append((inputs, targets, real - padding))
@@ -1065,6 +1059,7 @@ def stored_as_words(stored, names):
 
     names  of the flags that there are. Needs: KEPT.
     """
+    # Only these names: what else a stranger has written there is never looked at.
     words = []
     for name in KEPT:
         value = stored.get(name)
@@ -1142,6 +1137,8 @@ def check_stored(checkpoint, path):
     """UserError that names the key if a checkpoint says something about state or data that cannot
     be. It may be a stranger's file, or one that somebody has edited.
 
+    Without this a wrong value is found late, or never: an epoch of -3 trains three more, a step of
+    10^18 has the smallest learning rate for ever, a standard deviation of 0 makes every pixel NaN.
     Weights and the optimizer's averages are looked at in utils, arguments by the parser. What a
     fork has added is not known here, and is left to it. Needs: check_about, new_state; UserError of
     utils.
@@ -1304,6 +1301,10 @@ def make_loaders(args, train_set, val_set, test_set, about, teacher_collate, dev
     each epoch, and augmented; the other two are neither, so that two evaluations of the same
     weights agree.
 
+        training      shuffled, augmented, in batches of --batch-size; ranks have equally many
+        validation    in order, as they are, in batches of 500; each sample on one rank
+        test          the same
+
     Needs: NETWORKS, collate_for_both, evaluation_loader; rank_and_world_size of utils; data,
     partial.
     """
@@ -1433,12 +1434,35 @@ def for_all_ranks(model):
     return model
 
 
+def check_size(args, about):
+    """UserError if the network that the arguments ask for is larger than the memory: its weights,
+    their gradients and Adam's two averages, 16 bytes a parameter.
+
+    For that it is built on the device "meta", whose tensors have shapes and no memory. So a --width
+    of a million is found out here, and not when the machine has nothing left. Needs: build_model,
+    networks; memory_left of data, UserError of utils, torch.
+    """
+    try:
+        with torch.device("meta"):
+            count = networks.count_parameters(build_model(args, about))
+    except RuntimeError:  # a shape whose product is no 64-bit number
+        count = 10**18
+    left = data.memory_left()
+    if left is not None and 16 * count > left:
+        raise utils.UserError(
+            f"--width {args.width}: {count:,} parameters, to train them takes {16 * count:,} bytes "
+            f"of memory, and {left:,} are left"
+        )
+
+
 def begin_model(args, about, checkpoint, device, log):
     """The network with which a training begins, on its device: new, or with weights of --init.
 
     Frozen layers are chosen after their weights have come, and before the optimizer is built, which
-    takes what asks for gradients. Needs: build_model, freeze, prepare; load_matching of utils.
+    takes what asks for gradients. Needs: build_model, check_size, freeze, prepare; load_matching of
+    utils.
     """
+    check_size(args, about)
     model = build_model(args, about)
     if args.init:
         utils.load_matching(model, checkpoint["model"], log, args.force)
@@ -1734,7 +1758,7 @@ def train(args, checkpoint, device, log):
                 progress = partial(show_progress, log, state["epoch"] + 1, epochs, about, split)
                 loop = wrapped, train_loader, optimizer, scaler, state, args, device
                 after_step = partial(call_all, [*looks, answer])
-                with explained_if_not_finite(folder, *loop, log, teacher):
+                with failing_well(folder, save, *loop, log, teacher):
                     state["row"] = train_one_epoch(*loop, progress, after_step, teacher)
                 same_buffers(model)
                 check_ranks_agree(model)
@@ -1829,20 +1853,30 @@ def open_board(folder, epochs_done):
 
 
 @contextmanager
-def explained_if_not_finite(
-    folder, model, loader, optimizer, scaler, state, args, device, log, teacher
+def failing_well(
+    folder, save, model, loader, optimizer, scaler, state, args, device, log, teacher
 ):
-    """Where a training ends with NotFinite, runs from last.pt to that step once more, and says
-    where it began. The files of the run stay as they are, and the error goes on.
+    """What is done where a training cannot go on, before the error does:
+
+        LostWorker   all that has been trained is saved: between two steps nothing is half done
+        NotFinite    the run goes from last.pt to that step once more, and says where it began; its
+                     files stay as they are
 
     With several ranks the others would wait for this one, so there it is not done. Needs:
-    contextmanager, explain_not_finite; NotFinite, load_checkpoint, rank_and_world_size and restore
-    of utils.
+    contextmanager, explain_not_finite, resume_command; LostWorker, NotFinite, load_checkpoint,
+    rank_and_world_size, restore and show_at_last of utils.
     """
+    alone = utils.rank_and_world_size()[1] == 1
     try:
         yield
+    except utils.LostWorker:
+        if alone:
+            save("last.pt")
+            command = resume_command(folder, 1)
+            utils.show_at_last(f"saved after step {state['step']:,}; to go on: {command}", log)
+        raise
     except utils.NotFinite:
-        if utils.rank_and_world_size()[1] == 1:
+        if alone:
             checkpoint = utils.load_checkpoint(folder / "last.pt")
             utils.restore(checkpoint, model, optimizer, scaler, state, device, log)
             log(f"back to step {state['step']:,}, to see where it begins")
@@ -2498,6 +2532,9 @@ def pictures_in(paths):
 def predict(args, checkpoint, device, log):
     """The verb of --predict: for each picture its class, the probability, and the next best.
 
+        a.png: 7 (99.2 %), or 1 (0.5 %)
+        notes.txt: is not a picture of a kind that PIL reads
+
     A checkpoint knows all that this takes: which network, which pictures, how to normalize them,
     and what the classes are called. A network that has learnt MNIST's digits has seen white ink on
     black, 20 pixels high, in the centre; a photo is none of that, and data.read_digit makes it so,
@@ -2551,6 +2588,12 @@ def answer_in_words(file, probabilities, classes, as_json):
 
 def export_checkpoint(args, checkpoint, log):
     """The verb of --export: a file for other programs beside the checkpoint. It reads no data set.
+
+        --format       file                  for
+        export         best.pt2              programs that have torch, and not this code
+        onnx           best.onnx             runtimes in many languages, without torch
+        torchscript    best.torchscript.pt   old programs that read nothing else
+        int8           best.int8.pt          this program: weights of a quarter of the size
 
     What is exported takes pictures as they come, and answers with logits (see section 7 of utils).
     Two things differ from the network that was trained. Weights of few bits are rounded once, and
@@ -2688,13 +2731,21 @@ def pictures_to_check(about):
 def main(argv=None):
     """Reads the arguments, sets up device and ranks, and calls one verb.
 
+    The order matters. A checkpoint that is named is read first, for its arguments are defaults, so
+    the command line is read once more after it. Then comes the device, and then the ranks, each of
+    which needs a GPU of its own; then the seeds, before anything is drawn:
+
+        arguments -> checkpoint -> arguments -> device -> ranks -> precision, workers, seeds -> verb
+
     Each process that torchrun has started runs this from the first line to the last;
     init_distributed makes ranks of them. Each rank has a seed of its own, so that dropout drops
     other units in each.
     """
     with utils.one_line(utils.UserError, data.DataError):
         utils.LOST.clear()  # this may be another cell of a notebook
-        with suppress(AttributeError, ValueError):  # a locale that cannot write a folder's name
+        # A locale may lack the letters of a folder's name: they are printed escaped then. Not every
+        # output can be told so: a notebook's is no file.
+        with suppress(AttributeError, OSError, ValueError):
             sys.stdout.reconfigure(errors="backslashreplace")
         args = parse_args(argv)
         args.resume = resumed_automatically(args)

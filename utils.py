@@ -66,6 +66,10 @@ class NotFinite(UserError):
     """Loss or gradient is NaN or infinite: the run cannot go on from here. Needs: UserError."""
 
 
+class LostWorker(UserError):
+    """A process that loads data has died, or gives nothing any more. Needs: UserError."""
+
+
 @contextmanager
 def one_line(*kinds, program="train.py"):
     """Ends the program with status 2 and one line on standard error for an error of these kinds.
@@ -862,18 +866,12 @@ def init_distributed(device, log=print):
         if device.type == "cuda":
             torch.cuda.set_device(device)  # the default device from here on
         return 0, 1, device
-    names = ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    if device.type == "cuda":
-        names.append("LOCAL_RANK")
-    missing = ", ".join(name for name in names if name not in os.environ)
-    if missing:
-        raise UserError(f"RANK is set in the environment, and no {missing}: torchrun sets them all")
     if device.type in ("mps", "xpu"):
         log(f"several processes on {device.type}: gloo takes no tensors from there, so on the CPU")
         device = torch.device("cpu")
     backend, options = "gloo", {}
     if device.type == "cuda":
-        own, count = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        own, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if own >= count:
             raise UserError(f"--nproc-per-node: more than the {count} GPUs of this machine")
         device = torch.device("cuda", own)
@@ -885,9 +883,11 @@ def init_distributed(device, log=print):
     importlib.import_module("torch.distributed.nn")
     try:
         dist.init_process_group(backend, **options)
-    except dist.DistError as error:  # a port that is taken, a host that does not answer
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UserError(f"the processes cannot meet at {where}: {error}") from None
+    except (dist.DistError, ValueError) as error:
+        # A port that is taken, a host that does not answer; or RANK is set, and not the rest.
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        reason = f"{error} (torchrun sets RANK and what belongs to it)"
+        raise UserError(f"the processes cannot meet at {where}: {reason}") from None
     return dist.get_rank(), dist.get_world_size(), device
 
 

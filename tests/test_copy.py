@@ -168,6 +168,7 @@ RUNS = {
     "utils.show_at_last": lambda f, folder: f("line", print) is None,
     "utils.file_path": lambda f, folder: f("~/a") == os.path.expanduser("~/a"),
     "utils.claimed": lambda f, folder: claims(f, folder),
+    "train.check_size": lambda f, folder: f(args, about) is None,
     "train.resumed_automatically": lambda f, folder: f(args) is None,
     "utils.pick_device": lambda f, folder: f("cpu").type == "cpu",
     "utils.pick_amp": lambda f, folder: f(None, CPU) == "off",

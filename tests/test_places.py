@@ -152,7 +152,7 @@ def test_from_a_thread_and_with_half_of_torchruns_variables(folder, capfd, monke
     capfd.readouterr()
     with pytest.raises(SystemExit) as end:
         train.main(["--epochs", "1", *FLAGS, "--out", "other"])
-    assert end.value.code == 2 and "no WORLD_SIZE, MASTER_ADDR, MASTER_PORT: torchrun sets them all" in capfd.readouterr().err
+    assert end.value.code == 2 and "WORLD_SIZE expected, but not set (torchrun sets RANK and what belongs to it)" in capfd.readouterr().err
 
 
 def test_a_port_that_is_taken_is_one_line(folder):
@@ -182,3 +182,29 @@ def test_compile_without_a_compiler_is_one_line(folder, capfd, monkeypatch):
     with pytest.raises(SystemExit) as end:
         train.main(["--epochs", "1", *FLAGS, "--compile"])
     assert end.value.code == 2 and "--compile: needs a C++ compiler such as g++, and there is none" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the children are read from /proc")
+@pytest.mark.parametrize("kind", ["killed", "waits for ever"])
+def test_a_lost_worker_is_one_line_and_all_is_saved(kind, folder):
+    before = """
+    import time, data
+    data.PATIENCE = 2
+    class Waits(data.Digits):
+        def __getitems__(self, indices):
+            if self.epoch and KIND and data.get_worker_info():
+                time.sleep(1000)
+            return super().__getitems__(indices)
+    data.Digits = Waits
+    """.replace("KIND", str(kind != "killed"))
+    process = start("--epochs", "100000", *FLAGS, "--workers", "2", "--out", "run", cwd=folder, before=before)
+    until(Path("run/metrics.csv").exists, process)
+    if kind == "killed":
+        workers = (Path("/proc") / f"{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(workers[0]), signal.SIGKILL)
+    status, out, err = finish(process)
+    print(err)
+    assert status == 2 and err.count("\n") == 1 and err.startswith("train.py: error: --workers: DataLoader ")
+    assert "to go on: python train.py --resume run/last.pt" in out
+    saved = utils.load_checkpoint("run/last.pt")
+    assert saved["step"] == 7 * saved["epoch"] + saved["batch"] > 0
