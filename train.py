@@ -1450,8 +1450,10 @@ def check_size(args, about):
     try:
         with torch.device("meta"):
             count = networks.count_parameters(build_model(args, about))
-    except RuntimeError:  # a shape whose product is no 64-bit number
-        count = 10**18
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise  # an error of a network of your own
+        count = 10**18  # a shape whose product is no 64-bit number
     left = data.memory_left()
     if left is not None and 16 * count > left:
         raise utils.UserError(
