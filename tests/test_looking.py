@@ -289,6 +289,7 @@ def test_an_infinite_pixel_is_named(flags, folder, capfd, monkeypatch):
     monkeypatch.setattr(data, "Digits", Spoilt)
     out = not_finite(folder, capfd, *flags)
     assert "back to step 0" in out and "the first layer with an output that is not finite is conv1" in out
+    assert out.count("the first layer with an output") == 1
     assert "what comes in is not finite already" in out and "sample 5 of batch 0 of the window: its data are not finite" in out
 
 
