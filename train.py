@@ -1865,7 +1865,8 @@ def failing_well(
 ):
     """What is done where a training cannot go on, before the error does:
 
-        LostWorker   all that has been trained is saved: between two steps nothing is half done
+        LostWorker   all that has been trained is saved: between two steps nothing is half done; but
+                     a worker that dies within a step is only said
         NotFinite    the run goes from last.pt to that step once more, and says where it began; its
                      files stay as they are
 
@@ -1882,6 +1883,14 @@ def failing_well(
             command = resume_command(folder, 1)
             utils.show_at_last(f"saved after step {state['step']:,}; to go on: {command}", log)
         raise
+    except RuntimeError as error:
+        # torch raises this wherever the program is when a worker dies, also in the middle of a
+        # step, where half of the weights have moved: nothing is saved then.
+        reason = str(error).splitlines()[0] if str(error) else ""
+        if "DataLoader worker" not in reason:
+            raise
+        remedy = f"to go on from its last.pt, with fewer of them: {resume_command(folder, 1)}"
+        raise utils.LostWorker(f"--workers: {reason} {remedy}") from None
     except utils.NotFinite:
         if alone:
             checkpoint = utils.load_checkpoint(folder / "last.pt")
