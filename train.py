@@ -448,7 +448,7 @@ def draw_window(batches, accum, padding):
 
     padding  how many samples at the end of the window's last batch only make the ranks equal
     LostWorker if a process that loads data is lost. Needs: split_batch, own_memory, count_samples;
-    LostWorker and map_tensors of utils; islice.
+    LostWorker, map_tensors and why_worker_is_lost of utils; islice.
     """
     window = []
     try:
@@ -458,10 +458,8 @@ def draw_window(batches, accum, padding):
             inputs, targets = split_batch(batch)
             window.append((inputs, targets, count_samples(targets)))
     except RuntimeError as error:
-        # What torch raises where a worker was killed (mostly for want of memory), or where one has
-        # been waited for in vain (with a /dev/shm that is too small it waits for ever).
-        reason = str(error).splitlines()[0]
-        if "DataLoader worker" not in reason and "DataLoader timed out" not in reason:
+        reason = utils.why_worker_is_lost(error)
+        if not reason:
             raise  # an error of the data set itself
         remedy = "fewer of them, or 0, need less memory"
         raise utils.LostWorker(f"--workers: {reason}; {remedy}") from None
@@ -666,7 +664,7 @@ def samples_not_finite(model, window, args, device, log, with_teacher=False):
         sample 17 of batch 0 of the window: its data are not finite
 
     All samples of the batch have a NaN as their loss then, if batch norm has mixed them, and the
-    weights are NaN in any case. So the data are looked at, one sample by one. Needs:
+    weights are NaN in any case. So the data are looked at, sample by sample. Needs:
     loss_and_metrics; tensors_of and to_device of utils; torch.
     """
     for number, (inputs, targets, real) in enumerate(window):
@@ -674,8 +672,9 @@ def samples_not_finite(model, window, args, device, log, with_teacher=False):
         if with_teacher:
             inputs, _ = inputs
         for tensor in utils.tensors_of([inputs, targets]):
-            bad = (~tensor.isfinite()).flatten(1 if tensor.ndim > 1 else 0)
-            bad = bad.any(1) if bad.ndim > 1 else bad
+            bad = torch.atleast_1d(~tensor.isfinite())
+            while bad.ndim > 1:
+                bad = bad.any(-1)  # in the end (B,), or of packed tokens (T,)
             for row in bad.nonzero().flatten()[:3].tolist():
                 kind = "sample" if len(bad) == len(targets) else "token"
                 log(f"{kind} {row} of batch {number} of the window: its data are not finite")
@@ -999,7 +998,7 @@ def parse_args(argv=None, stored=None, source="the checkpoint"):
     source  the checkpoint, for a message
     returns a namespace; its `given` lists the names of those that stand on the command line
     A wrong value ends the program with one line and status 2. Needs: NETWORKS, build_parser,
-    stored_as_words, argparse.
+    flag_of, resumed_automatically, stored_as_words, argparse.
     """
     parser = build_parser()
 
@@ -1037,14 +1036,30 @@ def parse_args(argv=None, stored=None, source="the checkpoint"):
         ("resume", "init", "evaluate", "predict", "export"),
         ("find_lr", "overfit", "resume", "evaluate", "predict", "export"),
     ):
-        asked = [f"--{verb.replace('_', '-')}" for verb in verbs if getattr(args, verb)]
+        asked = [flag_of(verb) for verb in verbs if getattr(args, verb)]
         if len(asked) > 1:
             parser.error(f"{asked[1]}: not allowed with {asked[0]}")
     if args.predict and len(args.predict) < 2:
         parser.error("--predict: after the checkpoint there are no pictures")
     if args.balanced and args.stream:
         parser.error("--balanced: cannot draw from a --stream, which reads in order")
+    args.resume = resumed_automatically(args)
     return args
+
+
+def resumed_automatically(args):
+    """The checkpoint to go on with: that of --resume; for "auto" the last.pt of --out, if there is
+    one.
+
+    So the same command begins a run and goes on with it, which is what torchrun --max-restarts and
+    schedulers need, who start a job again as it was. Needs: UserError of utils, Path.
+    """
+    if args.resume != "auto":
+        return args.resume
+    if not args.out:
+        raise utils.UserError("--resume auto: needs --out, the folder in which it looks")
+    last = Path(args.out) / "last.pt"
+    return str(last) if last.exists() else None
 
 
 def stored_arguments(args):
@@ -1062,35 +1077,41 @@ def stored_as_words(stored, names):
     """The arguments of a checkpoint as words of a command line: {"lr": 0.01, "augment": False}
     becomes ["--lr=0.01", "--no-augment"]. None is no word: it stands for the default.
 
-    names  of the flags that there are. Needs: KEPT.
+    names  of the flags that there are. Needs: KEPT, flag_of.
     """
     # Only these names: what else a stranger has written there is never looked at.
     words = []
     for name in KEPT:
         value = stored.get(name)
-        flag = f"--{name.replace('_', '-')}"
         if name not in names or value is None:
             continue
-        if value is True:
-            words.append(flag)
-        elif value is False:
-            words.append(flag.replace("--", "--no-", 1))
-        else:
-            words.append(f"{flag}={value}"[:200])
+        word = flag_of(name, value)
+        if not isinstance(value, bool):
+            word = f"{word}={value}"[:200]
+        words.append(word)
     return words
+
+
+def flag_of(name, value=True):
+    """The flag of an argument as one types it: "save_every" -> "--save-every", and for a switch
+    that is off "augment", False -> "--no-augment". Needs: nothing.
+    """
+    beginning = "--no-" if value is False else "--"
+    return beginning + name.replace("_", "-")
 
 
 def without_effect(args):
     """One line for each flag of the command line that, as far as we know, changes nothing here.
 
     Somebody who gives --norm batch to the attention model believes to have changed something. It is
-    no error, for the same flags may go with another --model; but it is said. Needs: NETWORKS.
+    no error, for the same flags may go with another --model; but it is said. Needs: NETWORKS,
+    flag_of.
     """
     lines = []
     for name, network in NETWORKS.items():
         for flag in network.get("flags", ()):
             if name != args.model and flag in args.given:
-                lines.append(f"--{flag.replace('_', '-')}: has no effect with --model {args.model}")
+                lines.append(f"{flag_of(flag)}: has no effect with --model {args.model}")
     if args.model == "cnn" and "sync_bn" in args.given and args.norm != "batch":
         lines.append("--sync-bn: has no effect without --norm batch")
     if "pictures" in args.given and args.model == "attention" and not args.evaluate:
@@ -1102,12 +1123,12 @@ def without_effect(args):
     }
     for flag, verb in belongs_to.items():
         if flag in args.given and verb not in args.given:
-            lines.append(f"--{flag.replace('_', '-')}: has no effect without --{verb}")
+            lines.append(f"{flag_of(flag)}: has no effect without {flag_of(verb)}")
     if args.evaluate or args.export or args.predict:
         of_training = ("save_every", "teacher", "epochs", "lr", "resume", "out", "profile")
         for flag in (*of_training, "log_grads", "tensorboard"):
             if flag in args.given:
-                lines.append(f"--{flag.replace('_', '-')}: has no effect without training")
+                lines.append(f"{flag_of(flag)}: has no effect without training")
     return lines
 
 
@@ -1569,7 +1590,8 @@ def resume_run(checkpoint, args, state, model, optimizer, scaler, device, log):
 
         --lr: 0.004 in runs/mnist-cnn-1/last.pt, 0.002 from now on
 
-    Needs: rescale_place, stored_arguments; lr_at, rank_and_world_size and restore of utils; torch.
+    Needs: flag_of, rescale_place, stored_arguments; lr_at, rank_and_world_size and restore of
+    utils; torch.
     """
     rank, world_size = utils.rank_and_world_size()
     # Both are taken now, because restore overwrites them with the checkpoint's.
@@ -1585,8 +1607,7 @@ def resume_run(checkpoint, args, state, model, optimizer, scaler, device, log):
     new = {**stored_arguments(args), "amp": args.amp}
     for name in sorted(new.keys() & old.keys()):
         if new[name] != old[name]:
-            flag = f"--{name.replace('_', '-')}"
-            line = f"{flag}: {old[name]} in {args.resume}, {new[name]} from now on"
+            line = f"{flag_of(name)}: {old[name]} in {args.resume}, {new[name]} from now on"
             if name == "epochs" and args.schedule in ("cosine", "one-cycle", "step"):
                 before, after = (
                     args.lr * utils.lr_at(state["step"], steps, args.warmup, args.schedule)
@@ -1820,9 +1841,8 @@ def looking_inside(args, model, optimizer, state, device, folder, log):
                 log_row, close = open_board(folder, state["epoch"])
                 stack.callback(close)
             if args.profile:
-                seconds, remove = utils.time_phases(model, optimizer, device)
+                seconds = stack.enter_context(utils.time_phases(model, optimizer, device))
                 stack.callback(lambda: log(utils.look_at_first(seconds)))
-                stack.callback(remove)
                 left = state["total_steps"] - state["step"]
                 profile = utils.profiled_steps(folder / "trace.json", left, device, log)
                 looks.append(stack.enter_context(profile))
@@ -1872,7 +1892,7 @@ def failing_well(
 
     With several ranks the others would wait for this one, so there it is not done. Needs:
     contextmanager, explain_not_finite, resume_command; LostWorker, NotFinite, load_checkpoint,
-    rank_and_world_size, restore and show_at_last of utils.
+    rank_and_world_size, restore, show_at_last and why_worker_is_lost of utils.
     """
     alone = utils.rank_and_world_size()[1] == 1
     try:
@@ -1886,8 +1906,8 @@ def failing_well(
     except RuntimeError as error:
         # torch raises this wherever the program is when a worker dies, also in the middle of a
         # step, where half of the weights have moved: nothing is saved then.
-        reason = str(error).splitlines()[0] if str(error) else ""
-        if "DataLoader worker" not in reason:
+        reason = utils.why_worker_is_lost(error)
+        if not reason:
             raise
         remedy = f"to go on from its last.pt, with fewer of them: {resume_command(folder, 1)}"
         raise utils.LostWorker(f"--workers: {reason} {remedy}") from None
@@ -2363,7 +2383,7 @@ def find_lr(args, checkpoint, device, log):
     Two runs with the default flags and two widths, for what it is worth: the wider network is given
     the smaller rate, as it should be.
 
-        --width 8     suggested: --lr 3.9e-02
+        --width 8     suggested: --lr 4.3e-02
         --width 64    suggested: --lr 5.3e-03
 
     Needs: begin_training, range_test, start_command, suggested_rate, words_given; UserError,
@@ -2387,16 +2407,14 @@ def words_given(args, *left_out):
     """The flags that stood on the command line, as one would type them, but for those left out:
     "--dataset sample --no-augment ", with a space at the end.
 
-    Needs: shlex.
+    Needs: flag_of, shlex.
     """
     words = []
     for name in args.given:
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
         if name in left_out:
             continue
-        if value is False:
-            flag = flag.replace("--", "--no-", 1)
-        words.append(flag)
+        value = getattr(args, name)
+        words.append(flag_of(name, value))
         if not isinstance(value, bool):
             words.append(shlex.quote(str(value)))
     return "".join(word + " " for word in words)
@@ -2483,7 +2501,7 @@ def what_is_broken(model, loader, before, args, device):
     loader  gives the same samples in the same order each time
     before  {name: value} of the parameters before they were trained
     returns {what was looked at: what is wrong with it, or None}
-    Needs: backward_window, split_batch; map_tensors, tensors_of and to_device of utils; torch.
+    Needs: backward_window, split_batch; tensors_of and to_device of utils; torch.
     """
     faults = {}
     first, second = ([split_batch(batch) for batch in loader] for _ in range(2))
@@ -2758,13 +2776,11 @@ def main(argv=None):
     other units in each.
     """
     with utils.one_line(utils.UserError, data.DataError):
-        utils.LOST.clear()  # this may be another cell of a notebook
         # A locale may lack the letters of a folder's name: they are printed escaped then. Not every
         # output can be told so: a notebook's is no file.
         with suppress(AttributeError, OSError, ValueError):
             sys.stdout.reconfigure(errors="backslashreplace")
         args = parse_args(argv)
-        args.resume = resumed_automatically(args)
         if args.tensorboard:
             summary_writer()  # a missing package is said now, and not when all has been loaded
         checkpoint = None
@@ -2778,7 +2794,6 @@ def main(argv=None):
             # --init takes weights into a run of its own; all others go on with the same arguments.
             if not args.init:
                 args = parse_args(argv, checkpoint.get("args"), path)
-                args.resume = resumed_automatically(args)
         # First the device, then the ranks: each needs a GPU of its own.
         device = utils.pick_device(args.device)
         rank, world_size, device = utils.init_distributed(device)
@@ -2803,21 +2818,6 @@ def main(argv=None):
             sys.exit(overfit(args, checkpoint, device, log))
         else:
             train(args, checkpoint, device, log)
-
-
-def resumed_automatically(args):
-    """The checkpoint to go on with: that of --resume; for "auto" the last.pt of --out, if there is
-    one.
-
-    So the same command begins a run and goes on with it, which is what torchrun --max-restarts and
-    schedulers need, who start a job again as it was. Needs: UserError of utils, Path.
-    """
-    if args.resume != "auto":
-        return args.resume
-    if not args.out:
-        raise utils.UserError("--resume auto: needs --out, the folder in which it looks")
-    last = Path(args.out) / "last.pt"
-    return str(last) if last.exists() else None
 
 
 def silent(line, over=False):

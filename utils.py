@@ -70,6 +70,17 @@ class LostWorker(UserError):
     """A process that loads data has died, or gives nothing any more. Needs: UserError."""
 
 
+def why_worker_is_lost(error):
+    """The first line of what torch says where a loader's worker was killed (mostly for want of
+    memory), or where one has been waited for in vain (with a /dev/shm that is too small it waits
+    for ever); None for any other error. It is a RuntimeError like many others. Needs: nothing.
+    """
+    reason = next(iter(str(error).splitlines()), "")
+    if "DataLoader worker" in reason or "DataLoader timed out" in reason:
+        return reason
+    return None
+
+
 @contextmanager
 def one_line(*kinds, program="train.py"):
     """Ends the program with status 2 and one line on standard error for an error of these kinds.
@@ -98,7 +109,9 @@ def printable(text):
 def show(line, over=False):
     """Prints `line`. With `over`, on a terminal, the next line that `show` prints takes its place.
 
-    Needs: lose_output, on_terminal, printable, shutil, sys.
+    A failed print is no failed training: `| head -1` has read enough, a terminal was closed, a disk
+    is full behind `>`. Then False is returned, and the program goes on. Needs: on_terminal,
+    printable, shutil, sys.
     """
     line = printable(line)
     end = "\n"
@@ -113,7 +126,7 @@ def show(line, over=False):
         if hasattr(sys.stdout, "flush"):
             sys.stdout.flush()
     except (OSError, ValueError):
-        lose_output()
+        return False
 
 
 def on_terminal():
@@ -126,28 +139,12 @@ def on_terminal():
         return False
 
 
-LOST = []  # something in it: nobody reads what is printed any more
-
-
-def lose_output():
-    """Goes on without standard output, which takes nothing any more: a failed print is no failed
-    training. `| head -1` has read enough, a terminal was closed, a disk is full behind `>`.
-
-    What is still in a buffer goes to nowhere with all that follows, for else Python would try to
-    write it at its end, and complain. Needs: LOST, os, sys, suppress.
-    """
-    LOST.append(True)
-    with suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def show_at_last(line, log):
-    """Shows a line that somebody has to read: on standard error, where standard output is lost.
+    """Shows a line that somebody has to read: on standard error, where `show` has failed.
 
-    Ctrl-C ends `tee`, too. Needs: LOST, sys, suppress.
+    Ctrl-C ends `tee`, too. Needs: sys, suppress.
     """
-    log(line)
-    if LOST:
+    if log(line) is False:
         with suppress(OSError, ValueError):
             print(line, file=sys.stderr)
 
@@ -790,11 +787,12 @@ def load_checkpoint(path, bare=False):
     Needs: UserError, check_weights, os, re, stat, zipfile, torch.
     """
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # to open a named pipe is to wait
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):  # to open a named pipe is to wait
             raise ValueError("no regular file")
         with zipfile.ZipFile(path) as archive:
             size = sum(part.file_size for part in archive.infolist())
-            if size > os.path.getsize(path):
+            if size > status.st_size:
                 raise ValueError(f"compressed, to unpack it would take {size:,} bytes")
             broken = archive.testzip()
         if broken:
@@ -1368,6 +1366,16 @@ def check_same_answers(answer, reference, images):
 
 
 @contextmanager
+def removed_at_end(handles):
+    """Takes hooks away again, whatever happens while they are there. Needs: contextmanager."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
 def profiled_steps(path, total, device, log, first=3, count=5):
     """Records what a few steps of a training do, operation by operation; yields a function that is
     to be called after each step.
@@ -1418,13 +1426,14 @@ def profiled_steps(path, total, device, log, first=3, count=5):
     try:
         yield after_step
     finally:
-        if first <= steps < first + count and (steps or first == 0):
+        if first <= steps < first + count:
             stop()  # the run has ended before the recording was complete
 
 
+@contextmanager
 def time_phases(model, optimizer, device):
-    """Measures how the time of a training is divided. Returns a dict of seconds that grows with
-    each step, and a function that takes the hooks away.
+    """Measures how the time of a training is divided. Yields a dict of seconds that grows with each
+    step.
 
         data        until the network is called: loading, augmentation, copies to the GPU; and what
                     the program does between two steps, such as saving
@@ -1436,7 +1445,7 @@ def time_phases(model, optimizer, device):
     A GPU works behind the program, and a clock would tell only how long it took to ask for work. So
     each look waits for the GPU, and training is slower while this is on.
 
-    Needs: time, torch.
+    Needs: contextmanager, removed_at_end, time, torch.
     """
     seconds = dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.0)
     before = {"time": time.perf_counter(), "phase": "optimizer"}
@@ -1466,12 +1475,8 @@ def time_phases(model, optimizer, device):
         optimizer.register_step_pre_hook(lambda *args: ends("backward")),
         optimizer.register_step_post_hook(lambda *args: ends("optimizer")),
     ]
-
-    def remove():
-        for handle in handles:
-            handle.remove()
-
-    return seconds, remove
+    with removed_at_end(handles):
+        yield seconds
 
 
 def look_at_first(seconds):
@@ -1515,7 +1520,7 @@ def watched_gradients(model, optimizer, path, every, state, log):
 
     state  a dict whose "step" counts the steps of the run. Rows of the table from a later step are
            removed at the beginning: a run that goes on from there writes them once more
-    Needs: cause_of, contextmanager, csv, Path, torch.
+    Needs: cause_of, contextmanager, csv, removed_at_end, Path, torch.
     """
     head = ["step", "layer", "weight", "gradient", "update", "ratio"]
     rows = []
@@ -1559,11 +1564,8 @@ def watched_gradients(model, optimizer, path, every, state, log):
         optimizer.register_step_pre_hook(step_begins),
         optimizer.register_step_post_hook(step_ends),
     ]
-    try:
+    with removed_at_end(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def cause_of(gradient, update, ratio):
@@ -1595,7 +1597,7 @@ def first_not_finite(model, log):
     Layers are looked at in the order in which forward runs them, so the first one named is where it
     began: all that follow it only pass it on. Yields the list of what was found. Each layer waits
     for the device; it is for a step that is run once more. Needs: contextmanager, partial,
-    tensors_of, torch.
+    removed_at_end, tensors_of, torch.
     """
     found = []
 
@@ -1615,11 +1617,8 @@ def first_not_finite(model, log):
         if not list(module.children()):  # a container only passes on what its layers do
             hook = partial(look, f"{name or 'the network'} ({type(module).__name__})")
             handles.append(module.register_forward_hook(hook))
-    try:
+    with removed_at_end(handles):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def tensors_of(value):
@@ -1740,12 +1739,11 @@ def show_checkpoint(path, log=print):
         if key == "metrics":
             text = f"{len(value)} rows"
         log(f"{key}: {text[:100]}{' ...' if len(text) > 100 else ''}")
-    weights = checkpoint.get("model", {})
+    weights = checkpoint["model"]
     log(f"model: {len(weights)} entries")
     for name, value in weights.items():
         if isinstance(value, torch.Tensor):
-            finite = "" if value.isfinite().all() else ", not finite"
-            log(f"  {name} {tuple(value.shape)} {str(value.dtype)[6:]}{finite}")
+            log(f"  {name} {tuple(value.shape)} {str(value.dtype)[6:]}")
         else:  # integers of few bits, see pack_weights of model.py
             log(f"  {name} {tuple(value['shape'])} packed")
 

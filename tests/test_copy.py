@@ -287,7 +287,10 @@ RUNS = {
     "data.save_curve": lambda f, folder: f(folder / "a.png", [(1e-3, 2.0), (1e-2, 1.0)]) is None,
     "utils.NotFinite": lambda f, folder: str(f("x")) == "x",
     "utils.profiled_steps": lambda f, folder: profiles(f, folder),
-    "utils.time_phases": lambda f, folder: len(f(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), CPU)[0]) == 4,
+    "utils.time_phases": lambda f, folder: phases(f) == 4,
+    "utils.removed_at_end": lambda f, folder: f([]).__enter__() is None,
+    "utils.why_worker_is_lost": lambda f, folder: f(RuntimeError()) is None and f(RuntimeError("DataLoader timed out\nx")) == "DataLoader timed out",
+    "train.flag_of": lambda f, folder: f("save_every") == "--save-every" and f("augment", False) == "--no-augment",
     "utils.look_at_first": lambda f, folder: "data 50%" in f({"data": 1, "forward": 1, "backward": 0, "optimizer": 0}),
     "utils.watched_gradients": lambda f, folder: watches(f, folder),
     "utils.cause_of": lambda f, folder: f(1, 1e-3, 1e-3) is None,
@@ -369,6 +372,11 @@ def profiles(f, folder):
         torch.ones(3).sum()
         after_step()
     return (folder / "a.json").is_file()
+
+
+def phases(f):
+    with f(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), CPU) as seconds:
+        return len(seconds)
 
 
 def watches(f, folder):
