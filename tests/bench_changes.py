@@ -46,7 +46,7 @@ CHANGES = {
 class CNN(nn.Module):
     """The network of this project, with the pooling where the textbook or we have it."""
 
-    def __init__(self, pool_first):
+    def __init__(self, pool_first=False):
         super().__init__()
         self.pool_first = pool_first
         self.conv1 = nn.Conv2d(1, 32, 3, padding=1)
@@ -67,23 +67,24 @@ class CNN(nn.Module):
 def make_loader(changes, n):
     """Batches of n images of the sample, shuffled and augmented, (images float (B, 1, 28, 28), labels)."""
     size = 128 if "batches of 128" in changes else 64
-    repeats = -(-n // 4000)
-    if "batched fetch" in changes:
-        images, labels, classes = data.load_mnist(data.SAMPLE, train=True)
-        images, labels = images.repeat(repeats, 1, 1, 1)[:n], labels.repeat(repeats)[:n]
-        dataset = data.Digits(images, labels, classes, augment=True)
-        collate = partial(data.collate_images, mean=[0.1307], std=[0.3081])
-        return data.make_loader(dataset, size, data.EpochSampler(n), collate=collate)
-    transform = transforms.Compose([
-        transforms.RandomAffine(10, translate=(2 / 28, 2 / 28), scale=(0.9, 1.1)),
-        transforms.ToTensor(),
-        transforms.Normalize((0.1307,), (0.3081,)),
-    ])
-    dataset = ConcatDataset([datasets.MNIST(data.SAMPLE, transform=transform)] * repeats)
-    return DataLoader(Subset(dataset, range(n)), batch_size=size, shuffle=True)
+    if "batched fetch" not in changes:
+        return textbook_loader(n, size)
+    # Imported here: train.py sets how threads wait, and the processes of the other variants would inherit it.
+    from helpers import NORM, repeated_sample
+
+    collate = partial(data.collate_images, **NORM)
+    return data.make_loader(repeated_sample(n, augment=True), size, data.EpochSampler(n), collate=collate)
 
 
-def train_epoch(model, loader, optimizer, changes):
+def textbook_loader(n, batch_size=64, augment=True):
+    """n images of the sample, one PIL image after the other, shuffled."""
+    affine = [transforms.RandomAffine(10, translate=(2 / 28, 2 / 28), scale=(0.9, 1.1))] if augment else []
+    transform = transforms.Compose([*affine, transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+    dataset = ConcatDataset([datasets.MNIST(data.SAMPLE, transform=transform)] * -(-n // 4000))
+    return DataLoader(Subset(dataset, range(n)), batch_size=batch_size, shuffle=True)
+
+
+def train_epoch(model, loader, optimizer, changes=()):
     """The textbook's loop. Returns seconds."""
     started = time.perf_counter()
     running_loss = correct = 0

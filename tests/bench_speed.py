@@ -1,6 +1,6 @@
 """How fast the default training is, as ratios within one run: python tests/bench_speed.py [--rounds 5] [--images 12800]
 
-1. an epoch of ours over an epoch of the textbook loop below, in images per second, training alone: both augment the
+1. an epoch of ours over an epoch of the textbook loop of bench_changes.py, in images per second, training alone: both augment the
    images, ours a batch at a time, theirs one PIL image at a time; and, for comparison, with a textbook that does not
 2. a pass of our loader, augmentation off, over a pass of the textbook's, which does not augment either
 3. the floating-point operations of our training step per second over those of a large float32 matrix product
@@ -22,48 +22,16 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.data import ConcatDataset, DataLoader
 from torch.utils.flop_counter import FlopCounterMode
-from torchvision import datasets, transforms
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import data
 import train
 import utils
+from bench_changes import CNN, textbook_loader
 from helpers import repeated_sample, training
 
 CPU = torch.device("cpu")
-
-
-class TextbookCNN(nn.Module):
-    """The same network in the order and layout of textbooks."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 32, 3, padding=1), nn.Conv2d(32, 64, 3, padding=1)
-        self.fc1, self.fc2, self.dropout = nn.Linear(3136, 128), nn.Linear(128, 10), nn.Dropout(0.5)
-
-    def forward(self, x):
-        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
-        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
-        return self.fc2(self.dropout(F.relu(self.fc1(x.flatten(1)))))
-
-
-def textbook_epoch(model, loader, optimizer):
-    """Batches of 64 from single PIL images, Adam, and .item() at each step."""
-    model.train()
-    running_loss = correct = 0
-    for images, labels in loader:
-        optimizer.zero_grad()
-        outputs = model(images)
-        loss = F.cross_entropy(outputs, labels)
-        loss.backward()
-        optimizer.step()
-        running_loss += loss.item()
-        correct += (outputs.argmax(1) == labels).sum().item()
-    return running_loss / len(loader), correct / len(loader.dataset)
 
 
 def timed(function):
@@ -74,17 +42,13 @@ def timed(function):
 
 def textbook(n, augment):
     """(model, loader, optimizer) of the textbook, for n images of the sample."""
-    affine = [transforms.RandomAffine(10, translate=(2 / 28, 2 / 28), scale=(0.9, 1.1))] if augment else []
-    transform = transforms.Compose([*affine, transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
-    single = ConcatDataset([datasets.MNIST(data.SAMPLE, transform=transform)] * -(-n // 4000))
-    model = TextbookCNN()
-    loader = DataLoader(torch.utils.data.Subset(single, range(n)), batch_size=64, shuffle=True)
-    return model, loader, torch.optim.Adam(model.parameters())
+    model = CNN()
+    return model, textbook_loader(n, augment=augment), torch.optim.Adam(model.parameters())
 
 
 def textbook_alone(n, augment):
     """Seconds of a textbook epoch in a process of its own, where the C library's memory is as everybody has it."""
-    code = f"import bench_speed as b; parts = b.textbook({n}, {augment}); b.textbook_epoch(*b.textbook(1280, {augment})); print(b.timed(lambda: b.textbook_epoch(*parts)))"
+    code = f"import bench_changes as c, bench_speed as b; parts = b.textbook({n}, {augment}); c.train_epoch(*b.textbook(1280, {augment})); print(c.train_epoch(*parts))"
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     return float(done.stdout)
 

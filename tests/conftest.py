@@ -19,6 +19,16 @@ if "GPU_TESTS" not in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder, which is the current one, and the made data set in the place of MNIST. Some files have their own."""
+    import helpers
+
+    monkeypatch.chdir(tmp_path)
+    helpers.small_task(monkeypatch)
+    return tmp_path
+
+
 @pytest.fixture(autouse=True)
 def cross_entropy(monkeypatch):
     """The numbers that tests expect are those of cross-entropy and accuracy, whatever a project of your own minimizes."""

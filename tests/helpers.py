@@ -138,6 +138,14 @@ def write_mnist(root, train=60, test=20, name="MNIST"):
     return raw
 
 
+class SlowDigits(data.Digits):
+    """A data set that is read from a slow disk: a training waits for it most of the time."""
+
+    def __getitems__(self, indices):
+        time.sleep(0.05)
+        return super().__getitems__(indices)
+
+
 def has_mnist(root):
     """Whether all four IDX files are there, as they are or as .gz."""
     raw = Path(root) / "MNIST/raw"

@@ -16,18 +16,11 @@ import data
 import model as networks
 import train
 import utils
-from helpers import NORM, has_another_loss, small_task
+from helpers import NORM, SlowDigits, has_another_loss
 
 CPU = torch.device("cpu")
 ABOUT = {"name": "small", "items": "pictures", "classes": list("0123456789"), "shape": [1, 28, 28], **NORM}
 FLAGS = ["--batch-size", "8", "--width", "4", "--dropout", "0"]
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    small_task(monkeypatch)
-    return tmp_path
 
 
 def same_weights(first, second):
@@ -186,12 +179,7 @@ def test_a_profile_says_where_the_time_goes(flags, steps, folder, capfd):
 
 
 def test_the_phase_that_takes_the_time_is_named(folder, capfd, monkeypatch):
-    class Slow(data.Digits):
-        def __getitems__(self, indices):
-            train.time.sleep(0.05)
-            return super().__getitems__(indices)
-
-    monkeypatch.setattr(data, "Digits", Slow)
+    monkeypatch.setattr(data, "Digits", SlowDigits)
     train.main([*FLAGS, "--epochs", "1", "--out", "run", "--profile"])
     time = next(line for line in capfd.readouterr().out.splitlines() if line.startswith("time: "))
     print(time)

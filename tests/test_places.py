@@ -15,16 +15,9 @@ import torch
 
 import train
 import utils
-from helpers import ROOT, SIGNAL_AT, finish, run_program, small_task, start, until
+from helpers import ROOT, SIGNAL_AT, finish, run_program, start, until
 
 FLAGS = ["--batch-size", "8", "--width", "4", "--amp", "off"]
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    small_task(monkeypatch)
-    return tmp_path
 
 
 def shell(command, folder):

@@ -9,16 +9,9 @@ import data
 import model as networks
 import train
 import utils
-from helpers import ROOT, run_program, small_task
+from helpers import ROOT, SlowDigits, run_program
 
 FLAGS = ["--batch-size", "8", "--width", "4", "--dropout", "0", "--amp", "off"]
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    small_task(monkeypatch)
-    return tmp_path
 
 
 def said(capfd, words, *flags, status=0):
@@ -95,12 +88,7 @@ def test_the_loss_falls_the_accuracy_does_not(folder, capfd, monkeypatch):
 
 
 def test_the_gpu_is_idle(folder, capfd, monkeypatch):
-    class FromASlowDisk(data.Digits):
-        def __getitems__(self, indices):
-            train.time.sleep(0.03)
-            return super().__getitems__(indices)
-
-    monkeypatch.setattr(data, "Digits", FromASlowDisk)
+    monkeypatch.setattr(data, "Digits", SlowDigits)
     said(capfd, ["look first at data: more --workers"], "--epochs", 1, *FLAGS, "--profile", "--out", "run")
 
 
